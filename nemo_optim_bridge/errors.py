@@ -1,0 +1,134 @@
+"""Every error that this package raises on purpose.
+
+BridgeError
+|-- CheckpointError            a checkpoint cannot be read as what it claims to be
+|   |-- UnknownFormatError       no reader knows this directory, dialect or version
+|   |-- CorruptFileError         truncated, damaged or malformed file
+|   |   `-- UnsafePickleError      a pickle names something that is not on the allow-list
+|   |-- MissingSourceError       a file, tensor or box that must exist does not
+|   |-- ContradictionError       two parts of the checkpoint disagree
+|   |   `-- ReplicaMismatchError   copies of one box hold different bytes
+|   |-- ColdOptimizerError       moments are all zero although steps were taken
+|   `-- SourceChangedError       a source file changed while it was read
+|-- TargetError                the target asked for cannot be built, or not without loss
+|-- ParamGroupError            param_groups cannot be matched, merged or split
+|-- OutputError                the output cannot be written (exists, no space, not permitted)
+`-- MissingDependencyError     an optional package is not installed
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_optim_bridge.core.region import Region
+
+
+class BridgeError(Exception):
+    """Say what is wrong, where, and what to do.
+
+    Args:
+        problem: one sentence, without a full stop.
+        path: the file or directory concerned.
+        key: the tensor (``fqn|state``) or field concerned.
+        region: the box of the global tensor, in elements.
+        rank: the rank that owns or wants the box.
+        hint: what the user can do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        key: object = None,
+        region: Region | None = None,
+        rank: int | str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.path = None if path is None else os.fspath(path)
+        self.key = key
+        self.region = region
+        self.rank = rank
+        self.hint = hint
+        where = [
+            f"{name} {value}"
+            for name, value in (("file", self.path), ("tensor", key), ("box", region), ("rank", rank))
+            if value is not None
+        ]
+        message = problem
+        if where:
+            message += " [" + ", ".join(where) + "]"
+        if hint:
+            message += f". {hint[0].upper()}{hint[1:]}"
+        super().__init__(message)
+
+
+class CheckpointError(BridgeError):
+    """A checkpoint cannot be read as what it claims to be."""
+
+
+class UnknownFormatError(CheckpointError):
+    """No reader knows this directory, dialect or version."""
+
+
+class CorruptFileError(CheckpointError):
+    """A file is truncated, damaged or malformed."""
+
+
+class UnsafePickleError(CorruptFileError):
+    """A pickle names something that is not on the allow-list; nothing was executed."""
+
+
+class MissingSourceError(CheckpointError):
+    """A file, tensor or box that must exist does not."""
+
+
+class ContradictionError(CheckpointError):
+    """Two parts of a checkpoint disagree."""
+
+
+class ReplicaMismatchError(ContradictionError):
+    """Copies of one box hold different bytes."""
+
+
+class ColdOptimizerError(CheckpointError):
+    """All moments are zero although steps were taken."""
+
+
+class SourceChangedError(CheckpointError):
+    """A source file changed while it was read."""
+
+
+class TargetError(BridgeError):
+    """The target asked for cannot be built, or not without loss."""
+
+
+class ParamGroupError(BridgeError):
+    """Param groups cannot be matched, merged or split."""
+
+
+class OutputError(BridgeError):
+    """The output cannot be written."""
+
+
+class MissingDependencyError(BridgeError):
+    """An optional package is not installed."""
+
+
+def raise_all(problems: Iterable[BridgeError]) -> None:
+    """Raise the only problem as it is, or several as one error of the first one's type; return if there are none."""
+    found = list(problems)
+    if not found:
+        return
+    if len(found) == 1:
+        raise found[0]
+    shown = [f"  {i}. {problem}" for i, problem in enumerate(found[:20], 1)]
+    if len(found) > 20:
+        shown.append(f"  ... and {len(found) - 20} more")
+    error = type(found[0])(f"{len(found)} problems:\n" + "\n".join(shown))
+    error.path, error.key, error.region, error.rank = found[0].path, found[0].key, found[0].region, found[0].rank
+    raise error

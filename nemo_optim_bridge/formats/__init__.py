@@ -1,0 +1,1 @@
+"""Checkpoint formats, read and written from files alone: no framework needs to be installed."""
