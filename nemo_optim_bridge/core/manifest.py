@@ -87,8 +87,8 @@ class ParamGroup:
 class ShardTable:
     """Shards as columns: row ``i`` of every column is shard ``i``; iterating yields ``Shard`` views.
 
-    ``offsets``, ``shape`` and ``stride`` have ``max_ndim`` columns; dimensions that a tensor lacks are *leading* ones of
-    offset 0, size 1 and stride 0.
+    ``offsets``, ``shape`` and ``stride`` have ``max_ndim`` columns; dimensions that a tensor lacks are *leading* ones
+    of offset 0, size 1 and stride 0.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -225,13 +225,17 @@ def _problems(manifest: Manifest, dims: Mapping[int, tuple[array[int], array[int
     for row, spec in enumerate(manifest.tensors):
         if spec.shape:
             limits[row, -len(spec.shape) :] = spec.shape
-    outside = ((table.offsets < 0) | (table.offsets + table.shape > limits[table.tensor])).any(axis=1)
+    outside: npt.NDArray[np.bool_] = ((table.offsets < 0) | (table.offsets + table.shape > limits[table.tensor])).any(
+        axis=1
+    )
     itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in manifest.buffers])
     capacity = np.array([buffer.nbytes for buffer in manifest.buffers]) // itemsize
     last = table.storage_offset + ((table.shape - 1) * table.stride).sum(axis=1)
-    overrun = (table.stride < 0).any(axis=1) | (table.storage_offset < 0) | (last >= capacity[table.buffer])
+    overrun: npt.NDArray[np.bool_] = (
+        (table.stride < 0).any(axis=1) | (table.storage_offset < 0) | (last >= capacity[table.buffer])
+    )
     for row in np.flatnonzero(outside | overrun):
-        shard = table[row]
+        shard = table[int(row)]
         spec = manifest.tensors[table.tensor[row]]
         problem = (
             f"box lies outside the tensor's shape {spec.shape}" if outside[row] else "view reaches past its buffer"

@@ -49,7 +49,7 @@ class Region:
         return Region(starts, tuple(b - a for a, b in zip(starts, stops, strict=True)))
 
     def subtract(self, other: Region) -> tuple[Region, ...]:
-        """Return disjoint boxes that hold the elements of this box that are not in ``other``: at most 2 per dimension."""
+        """Return disjoint boxes that hold what is in this box and not in ``other``: at most 2 per dimension."""
         common = self.intersect(other)
         if common is None:
             return (self,) if self.numel else ()
