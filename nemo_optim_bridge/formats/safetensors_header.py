@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -42,7 +43,7 @@ def read_single_tensor(path: Path, key: str) -> StoredArray:
     Raises CorruptFileError for anything else, MissingSourceError when there is no file.
     """
     try:
-        with safe_open(path, framework="np") as file:  # type: ignore[no-untyped-call]
+        with safe_open(os.fspath(path), framework="np") as file:
             keys = list(file.keys())
             metadata = dict(file.metadata() or {})
             if keys != [key]:

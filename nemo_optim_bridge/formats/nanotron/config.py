@@ -120,7 +120,7 @@ class Documents:
             raise UnknownFormatError(
                 f"saved with context parallel size {cp}",
                 path=self.config.path,
-                hint="context parallel checkpoints are not supported: resume once with context_parallel_size 1 and save",
+                hint="context parallel is not supported: resume once with context_parallel_size 1 and save",
             )
         return topology
 
@@ -189,8 +189,8 @@ def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: 
             "consumed_train_samples": samples,
         }
         remarks.append(
-            f"checkpoint_metadata.json: {dialect.name} keeps its samples per data stage; all {samples} were filed under "
-            f"one stage {stage['name']!r}"
+            f"checkpoint_metadata.json: {dialect.name} keeps samples per data stage; all {samples} were filed "
+            f"under one, {stage['name']!r}"
         )
         metas.update(last_stage_idx=0, data_stages=[stage])
     if not dialect.data_stages:

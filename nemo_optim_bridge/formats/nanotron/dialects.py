@@ -21,22 +21,23 @@ class Dialect:
     scheduler_per_rank: bool  # an lr_scheduler file for each (pp, tp, ep), not one in total
     group_keys: tuple[str, ...]  # leading keys of a param group, in order
     ties: bool  # embedding and lm_head can be tied
-    moe_example: bool  # builds examples/moe
+    families: tuple[str, ...]  # models that it builds, see config.ModelFacts
     expert_parallel: bool
     data_stages: bool  # checkpoint_metadata.json lists them
 
 
 _LR_BETAS = ("lr", "betas", "eps", "weight_decay")
+_MOE = ("llama", "llamoe")
 _LR_DECAY = ("lr", "weight_decay", "betas", "eps")
 
 DIALECTS: Mapping[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
-        Dialect("v0.1", "v0.1", "1.2", "1.2", False, False, False, _LR_BETAS, False, False, False, False),
-        Dialect("0.4", "PyPI 0.4", "1.2", "1.2", True, False, False, _LR_BETAS, True, False, False, False),
-        Dialect("moe24", "2024-04", "1.2", "1.2", True, True, False, _LR_BETAS, True, True, True, False),
-        Dialect("moe", "2025-03", "1.4", "1.4", True, True, True, _LR_DECAY, True, True, True, True),
-        Dialect("head", "2026-04", "1.5", "1.5", True, True, True, _LR_DECAY, True, False, False, True),
+        Dialect("v0.1", "v0.1", "1.2", "1.2", False, False, False, _LR_BETAS, False, ("llama",), False, False),
+        Dialect("0.4", "PyPI 0.4", "1.2", "1.2", True, False, False, _LR_BETAS, True, ("llama",), False, False),
+        Dialect("moe24", "2024-04", "1.2", "1.2", True, True, False, _LR_BETAS, True, _MOE, True, False),
+        Dialect("moe", "2025-03", "1.4", "1.4", True, True, True, _LR_DECAY, True, _MOE, True, True),
+        Dialect("head", "2026-04", "1.5", "1.5", True, True, True, _LR_DECAY, True, ("llama", "qwen2"), False, True),
     )
 }
 

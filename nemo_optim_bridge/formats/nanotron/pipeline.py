@@ -15,9 +15,9 @@ def blocks_of(num_layers: int) -> tuple[str, ...]:
 def split_by_cost(num_layers: int, layer_cost: int, head_cost: int, pp: int) -> Mapping[str, int]:
     """Return each block's stage as nanotron computes it.
 
-    Costs are nanotron's ``block_compute_costs`` of a decoder layer and of lm_head; every other block is free. A block is
-    placed on the current stage; when the running cost then exceeds that stage's share, the next block goes one stage
-    further. Raises TargetError when a stage is left without parameters.
+    Costs are nanotron's ``block_compute_costs`` of a decoder layer and of lm_head; every other block is free. A block
+    is placed on the current stage; when the running cost then exceeds that stage's share, the next block goes one
+    stage further. Raises TargetError when a stage is left without parameters.
     """
     total = num_layers * layer_cost + head_cost
     cost, stage = 0, 0

@@ -9,7 +9,12 @@ from pathlib import Path
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
 from nemo_optim_bridge.formats.nanotron.layout import (
-    Experts, ParamLayout, Slices, expert_matrix, parse_shape, parse_slices,
+    Experts,
+    ParamLayout,
+    Slices,
+    expert_matrix,
+    parse_shape,
+    parse_slices,
 )  # fmt: skip
 from nemo_optim_bridge.formats.nanotron.names import WeightName, format_weight_name, parse_weight_name
 from nemo_optim_bridge.formats.safetensors_header import StoredArray, read_single_tensor
