@@ -225,15 +225,14 @@ def _problems(manifest: Manifest, dims: Mapping[int, tuple[array[int], array[int
     for row, spec in enumerate(manifest.tensors):
         if spec.shape:
             limits[row, -len(spec.shape) :] = spec.shape
-    outside: npt.NDArray[np.bool_] = ((table.offsets < 0) | (table.offsets + table.shape > limits[table.tensor])).any(
-        axis=1
+    outside: npt.NDArray[np.bool_] = np.any(
+        (table.offsets < 0) | (table.offsets + table.shape > limits[table.tensor]), axis=1
     )
     itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in manifest.buffers])
     capacity = np.array([buffer.nbytes for buffer in manifest.buffers]) // itemsize
     last = table.storage_offset + ((table.shape - 1) * table.stride).sum(axis=1)
-    overrun: npt.NDArray[np.bool_] = (
-        (table.stride < 0).any(axis=1) | (table.storage_offset < 0) | (last >= capacity[table.buffer])
-    )
+    overrun: npt.NDArray[np.bool_] = np.any(table.stride < 0, axis=1)
+    overrun |= (table.storage_offset < 0) | (last >= capacity[table.buffer])
     for row in np.flatnonzero(outside | overrun):
         shard = table[int(row)]
         spec = manifest.tensors[table.tensor[row]]
