@@ -144,7 +144,7 @@ def _optimizer_files(
                     path=folder / format_rank_name("optimizer", expected),
                     rank=str(at),
                     hint="copy it from the original run: nothing can stand in for it",
-                )  # fmt: skip
+                )
             )
     raise_all(problems)
     return found, leftovers, legacy
@@ -329,7 +329,7 @@ class _Assembler:
                 if stage is not None and stage_of.get(block_of(fqn) or "") != stage[0]:
                     self.problems.append(
                         ContradictionError(
-                            f"weight is of pipeline stage {pp[0]}, its optimizer state of another",
+                            f"weight is of pipeline stage {stage[0]}, its optimizer state of another",
                             path=weight.path,
                             key=fqn,
                         )
@@ -382,9 +382,7 @@ class _Assembler:
             for fqn in shard.fqns:
                 layout = layouts[fqn]
                 entries = shard.states.get(fqn, {})
-                mine = {
-                    key: value.dtype if isinstance(value, StoredTensor) else value for key, value in entries.items()
-                }
+                mine = {key: value if isinstance(value, Scalar) else value.dtype for key, value in entries.items()}
                 known = states.setdefault(fqn, mine)
                 if known != mine:
                     report(f"has states {_shown(mine)}, other ranks {_shown(known)}", shard, fqn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -249,7 +250,8 @@ class _Layouter:
         return zero_slice(numel, self.topology.dp, at.dp) if self.zero_stage else (0, numel)
 
     def _state_dict(self, path: str, at: Coordinates) -> dict[str, Any]:
-        """Return what a rank saves; an empty ZeRO-1 slice has no id, but keeps its group where groups are per parameter."""
+        """Return what a rank saves. An empty ZeRO-1 slice has no id, but its own group stays where there is one."""
+        tensor = partial(self._tensor, path, at)
         names: dict[int, str] = {}
         state: dict[int, dict[str, Any]] = {}
         masters: dict[str, NewTensor] = {}
@@ -269,13 +271,11 @@ class _Layouter:
                 entries = self.source.states[fqn]
                 if entries:
                     state[number] = {
-                        key: _scalar(entry)
-                        if isinstance(entry, Scalar)
-                        else self._tensor(path, at, fqn, key, entry, flat)
+                        key: _scalar(entry) if isinstance(entry, Scalar) else tensor(fqn, key, entry, flat)
                         for key, entry in entries.items()
                     }
                 if self.source.has_masters:
-                    masters[fqn] = self._tensor(path, at, fqn, MASTER, "float32", flat)
+                    masters[fqn] = tensor(fqn, MASTER, "float32", flat)
         result: dict[str, Any] = {
             "state": state, "param_groups": groups, "names": {n: fqn for n, fqn in names.items() if n in state},
         }  # fmt: skip
