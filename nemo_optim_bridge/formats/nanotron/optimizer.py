@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, read_torch_file
 
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all
 from nemo_optim_bridge.formats.nanotron.names import is_fqn
 from nemo_optim_bridge.formats.topology import Coordinates
+from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, read_torch_file
 
 
 class Scalar(NamedTuple):

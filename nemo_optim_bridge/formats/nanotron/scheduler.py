@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
-
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.names import RankName, format_rank_name
 from nemo_optim_bridge.formats.topology import Topology
+from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
 
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 Entry = Mapping[str, Any]

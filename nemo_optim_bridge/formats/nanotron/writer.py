@@ -9,8 +9,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from nemo_optim_bridge.formats.torch_zip import NewTensor, lay_out
-
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
@@ -38,6 +36,7 @@ from nemo_optim_bridge.formats.nanotron.reader import (
 from nemo_optim_bridge.formats.nanotron.scheduler import scheduler_files
 from nemo_optim_bridge.formats.safetensors_header import format_header
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
+from nemo_optim_bridge.formats.torch_zip import NewTensor, lay_out
 
 
 @dataclass(frozen=True, slots=True)
