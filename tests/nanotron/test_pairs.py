@@ -71,7 +71,7 @@ def test_what_the_dialect_cannot_hold_is_refused(source: str, target: str, nanot
     assert outcome.verdict == REFUSED, outcome.detail
 
 
-def test_the_pairs_above_reach_every_fixture() -> None:
+def test_the_pairs_above_reach_every_revision_and_model() -> None:
     named = {name for pair in PAIRS + REFUSED_PAIRS for name in pair}
     assert {fixture.nanotron for fixture in FIXTURES.values()} == {FIXTURES[name].nanotron for name in named}
     assert {fixture.model for fixture in FIXTURES.values()} == {FIXTURES[name].model for name in named}
