@@ -145,6 +145,17 @@ class Manifest:
         """Return the row of every tensor by its key."""
         return {spec.key: row for row, spec in enumerate(self.tensors)}
 
+    def sizes(self, max_ndim: int) -> IntArray:
+        """Return the shapes of all tensors as (tensors, max_ndim), with leading ones."""
+        sizes = np.ones((len(self.tensors), max_ndim), np.int64)
+        by_ndim: dict[int, list[int]] = {}
+        for row, spec in enumerate(self.tensors):
+            by_ndim.setdefault(len(spec.shape), []).append(row)
+        for ndim, rows in by_ndim.items():
+            if ndim:
+                sizes[rows, max_ndim - ndim :] = [self.tensors[row].shape for row in rows]
+        return sizes
+
 
 class ManifestBuilder:
     """Collect tensors, buffers and shards; ``build`` validates them all, lists every problem, and raises once."""
@@ -221,10 +232,7 @@ def _problems(manifest: Manifest, dims: Mapping[int, tuple[array[int], array[int
         for row in rows[ndims[table.tensor[rows]] != ndim][:20]:
             yield ContradictionError("box and tensor differ in dimensions", key=manifest.tensors[table.tensor[row]].key)
             return
-    limits = np.ones((len(manifest.tensors), table.shape.shape[1]), np.int64)
-    for row, spec in enumerate(manifest.tensors):
-        if spec.shape:
-            limits[row, -len(spec.shape) :] = spec.shape
+    limits = manifest.sizes(table.shape.shape[1])
     outside: npt.NDArray[np.bool_] = np.any(
         (table.offsets < 0) | (table.offsets + table.shape > limits[table.tensor]), axis=1
     )
