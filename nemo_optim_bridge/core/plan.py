@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nemo_optim_bridge.core.aliasing import shared_storage
 from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, intersect, volume
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, Shard, ShardTable
 from nemo_optim_bridge.core.region import Region
@@ -95,10 +96,11 @@ def make_plan(source: Manifest, target: Manifest, *, ranks: Sequence[int] | None
     Raises:
         MissingSourceError: a tensor or box has no source; names the tensor, the box and the rank that wants it.
         TargetError: a tensor's shape or dtype differs from the source's.
-        ContradictionError: source shards overlap without being equal.
+        ContradictionError: source shards overlap without being equal, or target shards share storage.
     """
     number = _match_tensors(source, target)
     wanted = _wanted_rows(target, ranks)
+    raise_all(shared_storage(target, wanted))
     sizes = target.sizes(max(source.shards.offsets.shape[1], target.shards.offsets.shape[1]))
     rows, boxes = _source_boxes(source, number, target.shards.tensor[wanted], sizes)
     index = BoxIndex(boxes, sizes)
