@@ -456,6 +456,8 @@ def _short(text: str) -> str:
 _LATIN1_ENCODE: Final = Global("_codecs", "encode")
 _ORDERED_DICT: Final = Global("collections", "OrderedDict")
 _SET: Final = Global("builtins", "set")
+_SMALL_INTS: Final = tuple(b"K" + bytes((value,)) for value in range(256))
+_SMALL_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 
 
 def dumps(
@@ -468,8 +470,8 @@ def dumps(
 
     Takes dict, OrderedDict, list, tuple, set of scalars, str, bytes, int, float, bool, None, ``Global``, ``Call`` and
     ``Opaque``. An object of any other type is first shown to ``persistent_id``; what that returns, unless None, is
-    written as the object's persistent id. Then ``replace`` returns what to write in its place. Both are asked once
-    per object. Equal trees give equal bytes; containers that are shared stay shared, cycles included.
+    written as the object's persistent id. Else ``replace`` returns what to write in its place, once per object.
+    Equal trees give equal bytes; containers that are shared stay shared, cycles included.
 
     Raises TargetError for a value that cannot be written.
     """
@@ -503,6 +505,11 @@ class _Writer:
     def save(self, value: object) -> None:
         (self._savers.get(type(value)) or self._other)(value)
 
+    def _save_all(self, values: Iterable[object]) -> None:
+        savers, other = self._savers, self._other
+        for value in values:
+            (savers.get(type(value)) or other)(value)
+
     def _memoize(self) -> bytes:
         """Number the topmost value; return the opcode that fetches it again."""
         number = self._num_memo
@@ -532,7 +539,7 @@ class _Writer:
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
-            self._emit(b"K" + bytes((value,)))
+            self._emit(_SMALL_INTS[value])
         elif 0 <= value < 65536:
             self._emit(struct.pack("<cH", b"M", value))
         elif -(1 << 31) <= value < 1 << 31:
@@ -553,7 +560,8 @@ class _Writer:
             return
         encoded = value.encode("utf-8", "surrogatepass")
         self._emit(struct.pack("<cI", b"X", len(encoded)) + encoded)
-        self._named[value] = self._memoize()
+        if len(encoded) > 4:  # else fetching it takes as many bytes as writing it again
+            self._named[value] = self._memoize()
 
     def _bytes(self, value: bytes) -> None:
         self._call(Call(_LATIN1_ENCODE, (value.decode("latin1"), "latin1")))
@@ -569,30 +577,31 @@ class _Writer:
         self._named[value] = self._memoize()
 
     def _call(self, value: Call) -> None:
-        if self._fetch(value):
-            return
         self._global(value.function)
-        self._tuple(value.args)
+        self._unshared_tuple(value.args)
         self._emit(b"R")
-        self._share(value)
 
-    def _tuple(self, value: tuple[object, ...]) -> None:
-        # Flat tuples are not shared: whether two equal ones are the same object is an accident of the interpreter.
-        flat = all(type(item) in _SCALARS for item in value)
-        if not flat and self._fetch(value):
-            return
+    def _unshared_tuple(self, value: tuple[object, ...]) -> None:
         count = len(value)
         if count > 3:
             self._emit(b"(")
-        for item in value:
-            self.save(item)
-        if not flat and id(value) in self._shared:  # a cycle has written it meanwhile
-            self._emit(b"1" if count > 3 else b"0" * count)
-            self._fetch(value)
-            return
-        self._emit((b")", b"\x85", b"\x86", b"\x87")[count] if count <= 3 else b"t")
-        if not flat:
-            self._share(value)
+            self._save_all(value)
+            self._emit(b"t")
+        else:
+            self._save_all(value)
+            self._emit(_SMALL_TUPLES[count])
+
+    def _tuple(self, value: tuple[object, ...]) -> None:
+        # Flat tuples are not shared: whether two equal ones are the same object is an accident of the interpreter.
+        if _SCALARS.issuperset(map(type, value)):
+            self._unshared_tuple(value)
+        elif not self._fetch(value):
+            self._unshared_tuple(value)
+            if id(value) in self._shared:  # a cycle through the tuple has made it meanwhile: take that one
+                self._emit(b"0")
+                self._fetch(value)
+            else:
+                self._share(value)
 
     def _list(self, value: list[object]) -> None:
         if self._fetch(value):
@@ -605,8 +614,7 @@ class _Writer:
         listed = list(items)
         if listed:
             self._emit(b"(")
-            for item in listed:
-                self.save(item)
+            self._save_all(listed)
             self._emit(b"e")
 
     def _dict(self, value: dict[object, object]) -> None:
@@ -664,8 +672,12 @@ class _Writer:
             return
         pid = None if self._persistent_id is None else self._persistent_id(value)
         if pid is not None:
-            self.save(pid)
+            if type(pid) is tuple:
+                self._unshared_tuple(pid)
+            else:
+                self.save(pid)
             self._emit(b"Q")
+            return  # fetching it would save nothing: ids are short
         elif self._replace is not None:
             self.save(self._replace(value))
         else:
