@@ -235,7 +235,7 @@ _UINT16, _UINT32 = 0xFFFF, 0xFFFFFFFF
 _HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
 _LEGACY_MAGIC: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: Member names that could mean another place to some unpacker; one name a line.
-_TRICK: Final = re.compile(r"^/|(?:^|/)\.{0,2}(?:/|$)|[\\\0:]|/$", re.MULTILINE)
+_TRICK: Final = re.compile(r"^/|(?:^|/)\.{0,2}(?:/|$)|[\\:\x00-\x09\x0b-\x1f\x7f]|/$", re.MULTILINE)
 
 
 def _directory_bounds(window: _Window) -> tuple[int, int, int]:
