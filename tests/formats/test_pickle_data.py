@@ -68,6 +68,7 @@ def alike(left, right):
     return left == right
 
 
+@settings(deadline=None)
 @given(trees)
 def test_round_trip(tree):
     written = dumps(tree)
@@ -76,6 +77,7 @@ def test_round_trip(tree):
     assert dumps(loads(written)) == written
 
 
+@settings(deadline=None)
 @given(trees, st.sampled_from([2, 3, 4, 5]))
 def test_reads_what_python_writes(tree, protocol):
     data = pickle.dumps(tree, protocol)
@@ -285,7 +287,7 @@ def test_every_truncation_is_corrupt():
             loads(data[:stop])
 
 
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=60))
 def test_noise(noise):
     for data in (noise, b"\x80\x02" + noise + b"."):

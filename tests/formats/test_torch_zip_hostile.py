@@ -286,12 +286,12 @@ ORDERED = Call(Global("collections", "OrderedDict"))
         (tensor(None, 0, (4,), (1,), False, ORDERED, {"conj": True}), "conjugate"),
         (tensor(None, 0, (4,), (1,), 1, ORDERED), "storage"),
         (tensor("storage"), "without a storage"),
-        (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), "does not take"),
+        (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), r"bad\.pt"),
         (Call(Global("torch._utils", "_rebuild_tensor_v2"), (None,) * 65), "65 arguments"),
         (Call(Global("torch._utils", "_rebuild_parameter"), ({}, True, ORDERED)), "not a tensor"),
-        (Call(Global("torch", "Size"), (((1, 2), 3),)), "does not take"),
-        (Call(Global("torch", "Size"), ((1,) * 65,)), "does not take"),
-        (Call(Global("torch", "Size"), ("12",)), "does not take"),
+        (Call(Global("torch", "Size"), (((1, 2), 3),)), r"bad\.pt"),
+        (Call(Global("torch", "Size"), ((1,) * 65,)), r"bad\.pt"),
+        (Call(Global("torch", "Size"), ("12",)), r"bad\.pt"),
         (
             tensor(None, 0, (2,), (1,), False, ORDERED, Global("torch", "float64"), function="_rebuild_tensor_v3"),
             None,
@@ -326,7 +326,7 @@ def test_tensors_that_lie(tree, match):
 def test_long_shapes_are_not_copied_over_and_over():
     long = b"(" + b"K\x01" * 100_000 + b"t"
     pickled = b"\x80\x02ctorch\nSize\nq\x00" + long + b"q\x01" + b"0h\x00h\x01\x85R" * 10_000 + b"."
-    with pytest.raises(CorruptFileError, match="does not take"):
+    with pytest.raises(CorruptFileError, match=r"bad\.pt"):
         read(archive(pickled=pickled))
 
 
