@@ -8,6 +8,7 @@ by column, never as a product; what remains in one node after the last level are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +54,8 @@ class _Level:
         start, stop = _on_line(boxes, query, node, self.dim, self.base)
         found: list[tuple[IntArray, IntArray]] = []
         for starts, stops, child in zip(self.starts, self.stops, self.child, strict=True):
-            first = np.searchsorted(stops, start, side="right")
-            count = np.searchsorted(starts, stop, side="left") - first
+            first = _count_below(stops, start, "right")
+            count = _count_below(starts, stop, "left") - first
             found.append((np.repeat(query, count), child[ranges(first, count)]))
         return _joined(found)
 
@@ -159,7 +160,7 @@ class BoxIndex:
         a = suspect[query]
         _, shape = intersect(self._boxes, a, self._boxes, b)
         differ = (self._boxes.offsets[a] != self._boxes.offsets[b]) | (self._boxes.shape[a] != self._boxes.shape[b])
-        real = (shape > 0).all(axis=1) & differ.any(axis=1)
+        real = (volume(shape) > 0) & differ.any(axis=1)
         a, b = a[real], b[real]
         pairs = np.unique(np.stack([np.minimum(a, b), np.maximum(a, b)], axis=1), axis=0)
         return pairs[:, 0], pairs[:, 1]
@@ -173,12 +174,30 @@ def intersect(a: Boxes, a_rows: IntArray, b: Boxes, b_rows: IntArray) -> tuple[I
     return offsets, stops - offsets
 
 
+def volume(shape: IntArray) -> IntArray:
+    """Return the number of elements of each box; 0 where a size is negative."""
+    numel = np.maximum(shape[:, 0], 0)
+    for dim in range(1, shape.shape[1]):
+        numel *= np.maximum(shape[:, dim], 0)
+    return numel
+
+
 def ranges(first: IntArray, count: IntArray) -> IntArray:
     """Return ``first[i], first[i] + 1, ...``, ``count[i]`` numbers for each i, in one run."""
     before = np.cumsum(count) - count
     numbers: IntArray = np.repeat(first - before, count)
     numbers += np.arange(len(numbers))
     return numbers
+
+
+def _count_below(ascending: IntArray, values: IntArray, side: Literal["left", "right"]) -> IntArray:
+    """Return ``searchsorted(ascending, values, side)``; sorts the values first, for the sake of the cache."""
+    if (values[1:] >= values[:-1]).all():
+        return np.searchsorted(ascending, values, side=side)
+    order = np.argsort(values, kind="stable")
+    count = np.empty(len(values), np.int64)
+    count[order] = np.searchsorted(ascending, values[order], side=side)
+    return count
 
 
 def _on_line(boxes: Boxes, rows: IntArray, node: IntArray, dim: IntArray, base: IntArray) -> tuple[IntArray, IntArray]:

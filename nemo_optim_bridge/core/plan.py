@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, intersect
+from nemo_optim_bridge.core.aliasing import shared_storage
+from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, intersect, volume
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, Shard, ShardTable
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 
 RowArray = npt.NDArray[np.integer[Any]]
 _ALL = slice(None)
-_CHUNK = 1 << 15  # target shards planned at a time: temporaries stay in the cache
+_CHUNK = 1 << 15  # pieces intersected at a time: temporaries stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +96,40 @@ def make_plan(source: Manifest, target: Manifest, *, ranks: Sequence[int] | None
     Raises:
         MissingSourceError: a tensor or box has no source; names the tensor, the box and the rank that wants it.
         TargetError: a tensor's shape or dtype differs from the source's.
-        ContradictionError: source shards overlap without being equal.
+        ContradictionError: source shards overlap without being equal, or target shards share storage.
     """
     number = _match_tensors(source, target)
     wanted = _wanted_rows(target, ranks)
-    sizes = _sizes(target, max(source.shards.offsets.shape[1], target.shards.offsets.shape[1]))
+    raise_all(shared_storage(target, wanted))
+    sizes = target.sizes(max(source.shards.offsets.shape[1], target.shards.offsets.shape[1]))
     rows, boxes = _source_boxes(source, number, target.shards.tensor[wanted], sizes)
     index = BoxIndex(boxes, sizes)
     raise_all(_contradictions(source.shards, rows, index))
-    primary, replicas = _choose_primaries(source, rows, index)
-    pieces = _find_pieces(target, wanted, index, boxes, primary, source.shards, rows)
+    read, replicas = _choose_primaries(source, rows, index)
+    pieces = _find_pieces(target, wanted, index, boxes, read)
+    raise_all(_uncovered(target.shards, wanted, pieces))
     return _sorted_plan(source, target, pieces, replicas)
 
 
 def _match_tensors(source: Manifest, target: Manifest) -> IntArray:
     """Return, per source tensor, its number in the target or -1; raises for target tensors that do not match."""
     index = source.index()
+    found = [index.get(spec.key, -1) for spec in target.tensors]
+    unmatched = [
+        row
+        for row, (spec, at) in enumerate(zip(target.tensors, found, strict=True))
+        if at < 0 or (known := source.tensors[at]).shape != spec.shape or known.dtype != spec.dtype
+    ]
+    raise_all(_mismatches(source, target, unmatched))
     number = np.full(len(source.tensors), -1, np.int64)
-    unmatched: list[int] = []
-    for row, spec in enumerate(target.tensors):
-        found = index.get(spec.key, -1)
-        if found >= 0 and source.tensors[found] == spec:
-            number[found] = row
-        else:
-            unmatched.append(row)
-    if unmatched:
-        raise_all(_mismatches(source, target, unmatched))
+    number[found] = np.arange(len(found))
     return number
 
 
 def _mismatches(source: Manifest, target: Manifest, unmatched: Sequence[int]) -> Iterator[BridgeError]:
     """Yield one error for each of the target tensors ``unmatched``, in order of their names."""
+    if not unmatched:
+        return
     index = source.index()
     table = target.shards
     by_rank = np.lexsort((table.rank, table.tensor))
@@ -150,16 +154,8 @@ def _wanted_rows(target: Manifest, ranks: Sequence[int] | None) -> IntArray:
     table = target.shards
     rows = np.arange(len(table)) if ranks is None else np.flatnonzero(np.isin(table.rank, list(ranks)))
     buffer, offset = table.buffer[rows], table.storage_offset[rows]
-    return rows[np.lexsort((offset, buffer))]
-
-
-def _sizes(manifest: Manifest, max_ndim: int) -> IntArray:
-    """Return the shapes of all tensors, padded with leading ones."""
-    sizes = np.ones((len(manifest.tensors), max_ndim), np.int64)
-    for row, spec in enumerate(manifest.tensors):
-        if spec.shape:
-            sizes[row, max_ndim - len(spec.shape) :] = spec.shape
-    return sizes
+    ascending = (buffer[1:] > buffer[:-1]) | ((buffer[1:] == buffer[:-1]) & (offset[1:] > offset[:-1]))
+    return rows if ascending.all() else rows[np.lexsort((offset, buffer))]
 
 
 def _source_boxes(
@@ -171,10 +167,14 @@ def _source_boxes(
     used[wanted_tensors] = True
     tensor = number[table.tensor]
     rows = np.flatnonzero(used[tensor])
-    take = _ALL if len(rows) == len(table) else rows
-    max_ndim = sizes.shape[1]
-    boxes = Boxes(tensor[take], _padded(table.offsets[take], max_ndim, 0), _padded(table.shape[take], max_ndim, 1))
-    return rows, boxes
+    return rows, _boxes_of(table, tensor, rows, sizes.shape[1])
+
+
+def _boxes_of(table: ShardTable, tensor: IntArray, rows: IntArray, max_ndim: int) -> Boxes:
+    """Return the boxes of the shards ``rows`` with ``max_ndim`` dimensions; ``tensor`` numbers those of all shards."""
+    all_in_order = len(rows) == len(table) and bool((rows[1:] > rows[:-1]).all())
+    take: slice | IntArray = _ALL if all_in_order else rows
+    return Boxes(tensor[take], _padded(table.offsets[take], max_ndim, 0), _padded(table.shape[take], max_ndim, 1))
 
 
 def _padded(columns: IntArray, max_ndim: int, value: int) -> IntArray:
@@ -194,16 +194,16 @@ def _contradictions(table: ShardTable, rows: IntArray, index: BoxIndex) -> Itera
 
 
 def _choose_primaries(source: Manifest, rows: IntArray, index: BoxIndex) -> tuple[IntArray, IntArray]:
-    """Return which of its equals to read, for every box of the index, and (primary, replica) source rows."""
+    """Return the source row to read for every box of the index, and the (primary, replica) source rows."""
     members, group = index.equal
     order = _precedence(source, rows[members], group)
     members, group = members[order], group[order]
     is_first = np.ones(len(members), np.bool_)
     is_first[1:] = group[1:] != group[:-1]
     leader = members[is_first][np.cumsum(is_first) - 1]
-    primary = np.arange(len(rows))
-    primary[members] = leader
-    return primary, np.stack([rows[leader], rows[members]], axis=1)[~is_first]
+    read = rows.copy()
+    read[members] = rows[leader]
+    return read, np.stack([rows[leader], rows[members]], axis=1)[~is_first]
 
 
 def _precedence(source: Manifest, rows: IntArray, group: IntArray) -> IntArray:
@@ -220,52 +220,68 @@ def _precedence(source: Manifest, rows: IntArray, group: IntArray) -> IntArray:
     return np.lexsort((table.storage_offset[rows], place, rank, group))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Pieces:
-    """Columns of a plan, not sorted yet."""
+    """Columns of a plan, not sorted yet. ``place`` is where a piece goes on a line through all target buffers."""
 
     source_rows: RowArray
     target_rows: RowArray
     offsets: IntArray
     shape: IntArray
+    place: IntArray
+    base: IntArray  # per target buffer: where it begins on that line
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def keep(self, order: slice | IntArray) -> None:
+        """Reduce or reorder the pieces, a column at a time."""
+        self.source_rows = self.source_rows[order]
+        self.target_rows = self.target_rows[order]
+        self.offsets = self.offsets[order]
+        self.shape = self.shape[order]
+        self.place = self.place[order]
 
 
-def _find_pieces(
-    target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Boxes, primary: IntArray,
-    source_table: ShardTable, rows: IntArray,
-) -> _Pieces:  # fmt: skip
-    """Return the pieces of all wanted target shards; raises MissingSourceError for what they do not cover."""
+def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Boxes, read: IntArray) -> _Pieces:
+    """Return the pieces of all wanted target shards, whether they cover them or not."""
     table = target.shards
     max_ndim = boxes.offsets.shape[1]
-    row_type = np.int32 if max(len(table), len(source_table)) < 2**31 else np.int64
-    parts: list[_Pieces] = []
-    problems: list[BridgeError] = []
-    for start in range(0, len(wanted), _CHUNK):
-        some = wanted[start : start + _CHUNK]
-        sought = Boxes(
-            table.tensor[some],
-            _padded(table.offsets[some], max_ndim, 0),
-            _padded(table.shape[some], max_ndim, 1),
-        )
-        query, found = index.find(sought)
-        offsets, shape = intersect(sought, query, boxes, found)
-        real = shape.min(axis=1) > 0
+    sought = _boxes_of(table, table.tensor, wanted, max_ndim)
+    query, found = index.find(sought)
+    capacity = np.array([buffer.nbytes // ITEMSIZE[buffer.dtype] for buffer in target.buffers], np.int64)
+    base = np.cumsum(capacity) - capacity
+    stride = _padded(table.stride[wanted], max_ndim, 0)
+    origin = base[table.buffer[wanted]] + table.storage_offset[wanted] - _dot(sought.offsets, stride)
+    count = len(query)
+    row_type = np.int32 if max(len(table), read.max(initial=0)) < 2**31 else np.int64
+    pieces = _Pieces(
+        np.empty(count, row_type), np.empty(count, row_type), np.empty((count, max_ndim), np.int64),
+        np.empty((count, max_ndim), np.int64), np.empty(count, np.int64), base,
+    )  # fmt: skip
+    used = 0
+    for start in range(0, count, _CHUNK):
+        some, at = query[start : start + _CHUNK], found[start : start + _CHUNK]
+        offsets, shape = intersect(sought, some, boxes, at)
+        real = volume(shape) > 0
         if not real.all():
-            query, found, offsets, shape = query[real], found[real], offsets[real], shape[real]
-        covered = np.bincount(query, weights=shape.prod(axis=1), minlength=len(sought))
-        part = _Pieces(rows[primary[found]].astype(row_type), some[query].astype(row_type), offsets, shape)
-        parts.append(part)
-        for row in some[covered != sought.shape.prod(axis=1)]:
-            problems.append(_missing(table, int(row), part))
-    if problems:
-        raise_all(sorted(problems, key=lambda problem: (problem.key, problem.rank, problem.region)))
-    empty = np.zeros((0, max_ndim), np.int64)
-    return _Pieces(
-        np.concatenate([np.zeros(0, row_type), *(part.source_rows for part in parts)]),
-        np.concatenate([np.zeros(0, row_type), *(part.target_rows for part in parts)]),
-        np.concatenate([empty, *(part.offsets for part in parts)]),
-        np.concatenate([empty, *(part.shape for part in parts)]),
-    )
+            some, at, offsets, shape = some[real], at[real], offsets[real], shape[real]
+        rows = slice(used, used + len(some))
+        used += len(some)
+        pieces.source_rows[rows] = read[at]
+        pieces.target_rows[rows] = wanted[some]
+        pieces.offsets[rows], pieces.shape[rows] = offsets, shape
+        pieces.place[rows] = origin[some] + _dot(offsets, stride[some])
+    pieces.keep(slice(used))
+    return pieces
+
+
+def _uncovered(table: ShardTable, wanted: IntArray, pieces: _Pieces) -> list[BridgeError]:
+    """Return an error for each target shard that its pieces do not cover; sources are known to be disjoint."""
+    covered = np.bincount(pieces.target_rows, weights=volume(pieces.shape), minlength=len(table))
+    missing = wanted[covered[wanted] != volume(table.shape)[wanted]]
+    problems = [_missing(table, row, pieces) for row in missing.tolist()]
+    return sorted(problems, key=lambda problem: (problem.key, problem.rank, problem.region))
 
 
 def _missing(table: ShardTable, row: int, pieces: _Pieces) -> MissingSourceError:
@@ -281,37 +297,33 @@ def _missing(table: ShardTable, row: int, pieces: _Pieces) -> MissingSourceError
 
 def _sorted_plan(source: Manifest, target: Manifest, pieces: _Pieces, replicas: IntArray) -> Plan:
     """Return the plan of the pieces, sorted by (target buffer, storage offset)."""
-    table = target.shards
-    capacity = np.array([buffer.nbytes // ITEMSIZE[buffer.dtype] for buffer in target.buffers], np.int64)
-    base = np.cumsum(capacity) - capacity
-    place = base[table.buffer[pieces.target_rows]]
-    place += _storage_offsets(table, pieces.target_rows, pieces.offsets)
-    order: slice | IntArray = _ALL
-    if (place[1:] < place[:-1]).any():
-        order = np.argsort(place, kind="stable")
-        place = place[order]
+    if (pieces.place[1:] < pieces.place[:-1]).any():
+        pieces.keep(np.argsort(pieces.place, kind="stable"))
     return Plan(
         source,
         target,
-        pieces.source_rows[order],
-        pieces.target_rows[order],
-        pieces.offsets[order],
-        pieces.shape[order],
+        pieces.source_rows,
+        pieces.target_rows,
+        pieces.offsets,
+        pieces.shape,
         replicas.astype(pieces.source_rows.dtype),
-        np.append(np.searchsorted(place, base), len(place)),
+        np.append(np.searchsorted(pieces.place, pieces.base), len(pieces)),
     )
 
 
 def _storage_offsets(table: ShardTable, rows: RowArray, offsets: IntArray) -> IntArray:
     """Return where the element at ``offsets`` of each shard lies in its buffer, in elements."""
-    ndim = table.offsets.shape[1]
-    inside = offsets[:, offsets.shape[1] - ndim :] - table.offsets[rows]
-    result: IntArray = np.einsum("ij,ij->i", inside, table.stride[rows])
-    result += table.storage_offset[rows]
+    inside = offsets[:, offsets.shape[1] - table.offsets.shape[1] :] - table.offsets[rows]
+    return table.storage_offset[rows] + _dot(inside, table.stride[rows])
+
+
+def _dot(a: IntArray, b: IntArray) -> IntArray:
+    """Return the inner product of each pair of rows."""
+    result: IntArray = np.einsum("ij,ij->i", a, b)
     return result
 
 
 def _num_bytes(manifest: Manifest, rows: RowArray, shape: IntArray) -> int:
     """Return the bytes of boxes of ``shape`` in the given shards."""
     itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in manifest.buffers], np.int64)
-    return int((shape.prod(axis=1) * itemsize[manifest.shards.buffer[rows]]).sum()) if len(rows) else 0
+    return int((volume(shape) * itemsize[manifest.shards.buffer[rows]]).sum()) if len(rows) else 0

@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -117,7 +118,8 @@ def loads(
     container keys.
     """
     try:
-        machine = _Machine(_rewrite(data, path), path, allow, persistent_load, opaque, len(data))
+        rewritten = _rewrite(data, path)
+        machine = _Machine(rewritten, path, allow, persistent_load, opaque, data[1] < 3, len(data))
         root = machine.load()
         _check_tree(root, _MAX_UNFOLDED_PER_BYTE * len(data) + 10_000, path)
     except (BridgeError, MemoryError):
@@ -152,7 +154,7 @@ _REWRITTEN: Final[Mapping[int, bytes]] = {
 _SIZED: Final[Mapping[int, int]] = {
     ord("X"): 4, ord("B"): 4, ord("C"): 1, 0x8C: 1, 0x8D: 8, 0x8E: 8, 0x8A: 1,
 }  # fmt: skip
-_FRAME, _STOP, _LONG_BINPUT = 0x95, ord("."), ord("r")
+_PROTO, _FRAME, _STOP = 0x80, 0x95, ord(".")
 _PLAIN: Final = frozenset(b"(01N)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
 
 
@@ -173,6 +175,8 @@ def _plain_run(memo_bits: int) -> Callable[[bytes, int], re.Match[bytes] | None]
 def _rewrite(data: bytes, path: str) -> bytes:
     """Admit the opcodes of ``data`` and route all that can act to ``persistent_load``; drops frames."""
     size = len(data)
+    if size < 2 or data[0] != _PROTO:
+        raise CorruptFileError("pickle does not start with a protocol number; 2 to 5 are read", path=path)
     # Picklers number memo entries 0, 1, 2, ...; an entry takes 3 bytes or more. C reserves 16 bytes per number.
     memo_bits = min(32, max(16, (size // 3).bit_length() + 1 & ~1))
     match = _plain_run(memo_bits)
@@ -228,7 +232,6 @@ def _refused_opcode(data: bytes, position: int, path: str) -> CorruptFileError:
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None), bytes})
 _MAX_INT_KEY: Final = 1 << 32  # beyond it, hash(int) can be made to collide at will
-_OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names that protocol 2 uses
 
 
 class _Machine(pickle.Unpickler):
@@ -236,13 +239,14 @@ class _Machine(pickle.Unpickler):
 
     def __init__(
         self, rewritten: bytes, path: str, allow: Mapping[tuple[str, str], object],
-        load_persistent: Callable[[object], object] | None, opaque: bool, budget: int,
+        load_persistent: Callable[[object], object] | None, opaque: bool, old_names: bool, budget: int,
     ) -> None:  # fmt: skip
         super().__init__(io.BytesIO(rewritten))
         self._path = path
         self._allow = allow
         self._load_persistent = load_persistent
         self._opaque = opaque
+        self._old_names = old_names  # Python 2's, which protocol 2 writes
         self._budget = budget  # bytes that calls may still copy
         self._handlers = (
             self._reduce, self._newobj, self._build, self._setitems, self._appends, self._persid,
@@ -255,7 +259,11 @@ class _Machine(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        module = _OLD_MODULES.get(module, module)
+        if self._old_names:
+            if (module, name) in NAME_MAPPING:
+                module, name = NAME_MAPPING[module, name]
+            else:
+                module = IMPORT_MAPPING.get(module, module)
         value = self._allow.get((module, name), self)
         if value is self:
             value = self._always.get((module, name))
@@ -278,13 +286,13 @@ class _Machine(pickle.Unpickler):
         if function._function is None:
             return Opaque(function, args)
         if len(args) > _MAX_ARGS:
-            raise self._corrupt(f"call of {function} with {len(args)} arguments")
+            raise self._corrupt(f"call of {_kind(function)} with {len(args)} arguments")
         try:
             return function._function(*args)
         except (BridgeError, MemoryError):
             raise
         except Exception as error:
-            raise self._corrupt(f"{function} does not take these arguments ({_short(str(error))})") from error
+            raise self._corrupt(f"{_kind(function)} does not take these arguments ({_short(str(error))})") from error
 
     def _newobj(self, function: object, args: object) -> object:
         made = self._reduce(function, args)
@@ -310,7 +318,7 @@ class _Machine(pickle.Unpickler):
             raise self._corrupt("state of an OrderedDict is no small dict")
         for name in state:
             if type(name) is not str or hasattr(OrderedDict, name):
-                raise self._corrupt(f"attribute {_short(repr(name))} of an OrderedDict")
+                raise self._corrupt("attribute of an OrderedDict that is one of its own")
         vars(target).update(state)
 
     def _setitems(self, target: object, items: tuple[object, ...]) -> object:
@@ -444,11 +452,12 @@ _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
 
 
 def _kind(value: object) -> str:
-    return str(value) if type(value) is Global else f"a value of type {type(value).__name__}"
+    return _short(str(value)) if type(value) is Global else f"a value of type {type(value).__name__}"
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + "..."
+    """Return text of unknown origin fit for a message: short, and without control characters."""
+    return repr(text[:200])[1:-1] + ("..." if len(text) > 200 else "")
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -456,6 +465,8 @@ def _short(text: str) -> str:
 _LATIN1_ENCODE: Final = Global("_codecs", "encode")
 _ORDERED_DICT: Final = Global("collections", "OrderedDict")
 _SET: Final = Global("builtins", "set")
+_SMALL_INTS: Final = tuple(b"K" + bytes((value,)) for value in range(256))
+_SMALL_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 
 
 def dumps(
@@ -468,8 +479,8 @@ def dumps(
 
     Takes dict, OrderedDict, list, tuple, set of scalars, str, bytes, int, float, bool, None, ``Global``, ``Call`` and
     ``Opaque``. An object of any other type is first shown to ``persistent_id``; what that returns, unless None, is
-    written as the object's persistent id. Then ``replace`` returns what to write in its place. Both are asked once
-    per object. Equal trees give equal bytes; containers that are shared stay shared, cycles included.
+    written as the object's persistent id. Else ``replace`` returns what to write in its place, once per object.
+    Equal trees give equal bytes; containers that are shared stay shared, cycles included.
 
     Raises TargetError for a value that cannot be written.
     """
@@ -503,6 +514,11 @@ class _Writer:
     def save(self, value: object) -> None:
         (self._savers.get(type(value)) or self._other)(value)
 
+    def _save_all(self, values: Iterable[object]) -> None:
+        savers, other = self._savers, self._other
+        for value in values:
+            (savers.get(type(value)) or other)(value)
+
     def _memoize(self) -> bytes:
         """Number the topmost value; return the opcode that fetches it again."""
         number = self._num_memo
@@ -532,7 +548,7 @@ class _Writer:
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
-            self._emit(b"K" + bytes((value,)))
+            self._emit(_SMALL_INTS[value])
         elif 0 <= value < 65536:
             self._emit(struct.pack("<cH", b"M", value))
         elif -(1 << 31) <= value < 1 << 31:
@@ -553,7 +569,8 @@ class _Writer:
             return
         encoded = value.encode("utf-8", "surrogatepass")
         self._emit(struct.pack("<cI", b"X", len(encoded)) + encoded)
-        self._named[value] = self._memoize()
+        if len(encoded) > 4:  # else fetching it takes as many bytes as writing it again
+            self._named[value] = self._memoize()
 
     def _bytes(self, value: bytes) -> None:
         self._call(Call(_LATIN1_ENCODE, (value.decode("latin1"), "latin1")))
@@ -569,30 +586,31 @@ class _Writer:
         self._named[value] = self._memoize()
 
     def _call(self, value: Call) -> None:
-        if self._fetch(value):
-            return
         self._global(value.function)
-        self._tuple(value.args)
+        self._unshared_tuple(value.args)
         self._emit(b"R")
-        self._share(value)
 
-    def _tuple(self, value: tuple[object, ...]) -> None:
-        # Flat tuples are not shared: whether two equal ones are the same object is an accident of the interpreter.
-        flat = all(type(item) in _SCALARS for item in value)
-        if not flat and self._fetch(value):
-            return
+    def _unshared_tuple(self, value: tuple[object, ...]) -> None:
         count = len(value)
         if count > 3:
             self._emit(b"(")
-        for item in value:
-            self.save(item)
-        if not flat and id(value) in self._shared:  # a cycle has written it meanwhile
-            self._emit(b"1" if count > 3 else b"0" * count)
-            self._fetch(value)
-            return
-        self._emit((b")", b"\x85", b"\x86", b"\x87")[count] if count <= 3 else b"t")
-        if not flat:
-            self._share(value)
+            self._save_all(value)
+            self._emit(b"t")
+        else:
+            self._save_all(value)
+            self._emit(_SMALL_TUPLES[count])
+
+    def _tuple(self, value: tuple[object, ...]) -> None:
+        # Flat tuples are not shared: whether two equal ones are the same object is an accident of the interpreter.
+        if _SCALARS.issuperset(map(type, value)):
+            self._unshared_tuple(value)
+        elif not self._fetch(value):
+            self._unshared_tuple(value)
+            if id(value) in self._shared:  # a cycle through the tuple has made it meanwhile: take that one
+                self._emit(b"0")
+                self._fetch(value)
+            else:
+                self._share(value)
 
     def _list(self, value: list[object]) -> None:
         if self._fetch(value):
@@ -605,8 +623,7 @@ class _Writer:
         listed = list(items)
         if listed:
             self._emit(b"(")
-            for item in listed:
-                self.save(item)
+            self._save_all(listed)
             self._emit(b"e")
 
     def _dict(self, value: dict[object, object]) -> None:
@@ -664,8 +681,12 @@ class _Writer:
             return
         pid = None if self._persistent_id is None else self._persistent_id(value)
         if pid is not None:
-            self.save(pid)
+            if type(pid) is tuple:
+                self._unshared_tuple(pid)
+            else:
+                self.save(pid)
             self._emit(b"Q")
+            return  # fetching it would save nothing: ids are short
         elif self._replace is not None:
             self.save(self._replace(value))
         else:

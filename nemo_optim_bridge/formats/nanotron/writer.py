@@ -69,7 +69,9 @@ def lay_out_target(source: NanotronCheckpoint, spec: TargetSpec) -> Target:
 def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeError]:
     """Yield why a model cannot be built at the target, before anything is laid out."""
     dialect, topology, facts = spec.dialect, spec.topology, source.facts
-    yield from facts.problems_at(topology.tp)
+    uncut = facts.problem_at(topology.tp) or _uneven_chunk(source, topology.tp)
+    if uncut is not None:
+        yield uncut
     if facts.family not in dialect.families and dialect is not source.dialect:
         yield TargetError(
             f"dialect {dialect.name} cannot build this model ({facts.family or 'of unknown family'})",
@@ -88,10 +90,14 @@ def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeEr
             "this revision of nanotron cannot train ZeRO-1 with weights of several dtypes (an fp32 router)",
             hint="use --zero 0",
         )
+
+
+def _uneven_chunk(source: NanotronCheckpoint, tp: int) -> BridgeError | None:
     for layout in source.layouts.values():
-        size = next((size for size in layout.chunks if size % topology.tp), None)
+        size = next((size for size in layout.chunks if size % tp), None)
         if size is not None and layout.experts is None and layout.fqn not in (EMBEDDING, LM_HEAD):
-            yield TargetError(f"tp {topology.tp} does not divide {size} rows or columns", key=layout.fqn)
+            return TargetError(f"tp {tp} does not divide {size} rows or columns", key=layout.fqn)
+    return None
 
 
 def _expert_problems(num_experts: int, intermediate_size: int, topology: Topology) -> Iterator[BridgeError]:
