@@ -337,23 +337,33 @@ def test_a_dry_run_says_what_is_then_done(
     assert done["bytes_to_write"] == sum(path.stat().st_size for path in written)
 
 
-def test_a_dry_run_counts_each_tensor_byte_once(real: Real, reshard: Reshard) -> None:
+def test_a_dry_run_counts_the_bytes_of_every_pass(real: Real, reshard: Reshard) -> None:
     root = real(ZERO)
-    files = [*root.rglob("*.safetensors"), *root.glob("optimizer/*.pt")]
-    num_bytes = 0
+    shards, files = list(root.rglob("*.safetensors")), list(root.glob("optimizer/*.pt"))
+    copied = compared = 0
     for path in files:
-        if path.suffix == ".pt":
-            content = torch.load(path, weights_only=True)
-            tensors = [content["state"][n][key] for n in content["state"] for key in ("exp_avg", "exp_avg_sq")]
-            tensors += content["gradient_accumulator"].values()
-        else:
-            with safe_open(path, "pt") as shard:
-                tensors = [shard.get_tensor("data")]
-        num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    planned = reshard(root, "--dry-run")
-    assert planned["files_to_read"] == len(files)
-    assert planned["bytes_to_read"] == num_bytes
-    assert reshard(root, "--dry-run --replicas lowest-rank")["bytes_to_read"] < num_bytes
+        content = torch.load(path, weights_only=True)
+        for number, fqn in content["names"].items():
+            states = content["state"][number]
+            num_bytes = 4 * sum(
+                t.numel() for t in (states["exp_avg"], states["exp_avg_sq"], content["gradient_accumulator"][fqn])
+            )
+            copied += num_bytes
+            is_replica = "norm" in fqn and "_tp-1-" in path.name
+            is_replica |= fqn == EMBEDDING and "_pp-1-" in path.name
+            compared += 2 * num_bytes * is_replica
+    for path in shards:
+        with safe_open(path, "pt") as shard:
+            copied += 2 * shard.get_tensor("data").numel()
+    checked = sum(path.stat().st_size for path in files)
+    for options, expected in (
+        ("", checked + compared + copied),
+        ("--no-crc-check", compared + copied),
+        ("--replicas lowest-rank --no-crc-check", copied),
+    ):
+        planned = reshard(root, f"--dry-run {options}")
+        assert planned["files_to_read"] == len(shards) + len(files)
+        assert planned["bytes_to_read"] == expected
 
 
 def test_a_dry_run_reports_leftovers_with_exit_code_1(copy_of: Real, tmp_path: Path) -> None:
