@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, ParamGroup, TensorKey
+from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, Manifest, ManifestBuilder, ParamGroup, TensorKey
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -32,9 +33,6 @@ from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar,
 from nemo_optim_bridge.formats.nanotron.scheduler import Scheduler, read_scheduler
 from nemo_optim_bridge.formats.nanotron.weights import Weights, read_weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
-
-MASTER = "fp32_param"
-WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +63,12 @@ class NanotronCheckpoint:
     rebuilt: tuple[str, ...]
     remarks: tuple[str, ...]
     problems: tuple[str, ...]
+
+    @property
+    def true_vocab_size(self) -> int:
+        """Rows of the vocabulary without padding."""
+        layout = self.layouts.get(EMBEDDING)
+        return self.facts.vocab_size if layout is None else layout.shape[0]
 
 
 def resolve(path: Path) -> Path:
@@ -201,7 +205,7 @@ class _Assembler:
         raise_all(self.problems)
         groups = _param_groups(hyperparameters)
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
-        manifest = self.builder.build(groups, steps)
+        manifest = self.builder.build(groups, steps, self._identities())
         scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]
@@ -212,6 +216,13 @@ class _Assembler:
             tuple(shard.path for shard in self.shards.values()), rebuilt, tuple(remarks),
             tuple(f"{name} does not belong to this checkpoint's topology; it is ignored" for name in names),
         )  # fmt: skip
+
+    def _identities(self) -> dict[str, Identity]:
+        identities = {str(shard.path): shard.identity for shard in self.shards.values()}
+        identities.update(
+            (str(shard.path), shard.identity) for shards in self.weights.shards.values() for shard in shards
+        )
+        return identities
 
     def _has_masters(self) -> bool:
         with_masters = [shard for shard in self.shards.values() if shard.masters is not None]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_optim_bridge.core.manifest import Identity
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
 from nemo_optim_bridge.formats.nanotron.layout import (
@@ -28,6 +30,7 @@ class WeightShard:
     path: Path
     name: WeightName
     array: StoredArray
+    identity: Identity
 
     @property
     def tp(self) -> int:
@@ -66,7 +69,9 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
             leftovers.append(path)
             continue
         try:
-            found.setdefault(name.fqn, []).append(WeightShard(path, name, read_single_tensor(path, "data")))
+            identity = identify(path)
+            shard = WeightShard(path, name, read_single_tensor(path, "data"), identity)
+            found.setdefault(name.fqn, []).append(shard)
         except BridgeError as error:
             problems.append(error)
     raise_all(problems)

@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
@@ -27,8 +28,6 @@ from nemo_optim_bridge.formats.nanotron.names import (
 from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
 from nemo_optim_bridge.formats.nanotron.pipeline import split_as_given, split_by_cost
 from nemo_optim_bridge.formats.nanotron.reader import (
-    MASTER,
-    WEIGHT,
     NanotronCheckpoint,
     is_row_bias,
     zero_config_entry,
