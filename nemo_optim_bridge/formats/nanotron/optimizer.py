@@ -165,7 +165,7 @@ def _scalar(file: TorchFile, value: object, fqn: str, key: str) -> Scalar:
             )
         data = file.read(value)
         number = float(np.frombuffer(data, value.dtype)[0])
-        if key == "step" and not (number >= 0 and number == int(number)):
+        if key == "step" and not (number >= 0 and number.is_integer()):
             raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
         return Scalar(value.dtype, data, number)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -18,6 +18,7 @@ from nemo_optim_bridge.errors import (
     UnknownFormatError,
     raise_all,
 )
+from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.config import Documents, ModelFacts
 from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, format_shape, zero_slice
@@ -33,6 +34,8 @@ from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar,
 from nemo_optim_bridge.formats.nanotron.scheduler import Scheduler, read_scheduler
 from nemo_optim_bridge.formats.nanotron.weights import Weights, read_weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
+
+_MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +140,10 @@ def _optimizer_files(
             )  # fmt: skip
         legacy |= name.ep is None
     problems: list[BridgeError] = []
-    for at in topology:
+    num_missing = topology.world_size // (1 if zero_stage else topology.dp) - len(found)
+    for at in topology if num_missing else ():
+        if len(problems) == min(num_missing, _MOST_SHOWN):
+            break
         if at not in found and (zero_stage == 1 or at.dp == 0):
             expected = RankName(
                 (at.pp, topology.pp), (at.tp, topology.tp), (at.dp, topology.dp) if zero_stage else None,
@@ -151,6 +157,8 @@ def _optimizer_files(
                     hint="copy it from the original run: nothing can stand in for it",
                 )
             )
+    if num_missing > len(problems):
+        problems.append(MissingSourceError(f"{num_missing - len(problems)} more optimizer files are missing"))
     raise_all(problems)
     return found, leftovers, legacy
 
@@ -161,7 +169,7 @@ def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, Opti
     known = [dialect for dialect in DIALECTS.values() if dialect.version == version]
     if not known:
         raise UnknownFormatError(
-            f"checkpoint version {version!r} is not one of {sorted({d.version for d in DIALECTS.values()})}",
+            f"checkpoint version {shown(version)} is not one of {sorted({d.version for d in DIALECTS.values()})}",
             path=documents.metadata.path,
             hint="this revision of nanotron is not supported: please report it",
         )
@@ -198,6 +206,7 @@ class _Assembler:
         tied = LM_HEAD not in self.weights.layouts
         layouts = self._layouts([*order, *frozen], vocab_size)
         stage_of = self._stage_of(stages, order)
+        self.problems.extend(facts_problems(self.facts, layouts, self.documents.model.path))
         self._check_zero_config(layouts)
         raise_all(self.problems)
         self._add_weights(layouts, stage_of)
@@ -362,7 +371,8 @@ class _Assembler:
             if (ranges.get(fqn, expected[0]), shapes.get(fqn, expected[1])) != expected:
                 self.problems.append(
                     ContradictionError(
-                        f"ZeRO-1 ranges {ranges.get(fqn)} of shape {shapes.get(fqn)} are not those of "
+                        f"ZeRO-1 ranges {shown(ranges.get(fqn))} of shape {shown(shapes.get(fqn))} are "
+                        "not those of "
                         f"{self.topology}: {expected[0]} of {expected[1]}",
                         path=configs.path, key=fqn,
                     )
@@ -461,6 +471,35 @@ def is_row_bias(layout: ParamLayout, layouts: Mapping[str, ParamLayout]) -> bool
         return False
     weight = layouts.get(layout.fqn[: -len("bias")] + "weight")
     return weight is not None and weight.experts is None and weight.dim == 1
+
+
+def facts_problems(facts: ModelFacts, layouts: Mapping[str, ParamLayout], path: Path) -> Iterator[BridgeError]:
+    """Yield where the sizes in model_config.json, which decide how a model may be cut, are not those of its tensors."""
+    blocks = {block_of(fqn) for fqn in layouts}
+    layers = {int(block.split(".")[1]) for block in blocks if block and block.startswith("decoder.")}
+    if len(layers) != facts.num_layers or max(layers, default=-1) != facts.num_layers - 1:
+        yield ContradictionError(
+            f"num_hidden_layers is {facts.num_layers}, but there are weights of {len(layers)} decoder layers", path=path
+        )
+    for fqn, layout in layouts.items():
+        if fqn == EMBEDDING and layout.shape[-1] != facts.hidden_size:
+            yield ContradictionError(
+                f"hidden_size is {facts.hidden_size}, but the embedding's rows have {layout.shape[-1]}",
+                path=path,
+                key=fqn,
+            )
+        elif fqn.endswith(".attn.qkv_proj.weight") and len(layout.chunks) == 3:
+            query, key, value = layout.chunks
+            if query % facts.num_heads or (query // facts.num_heads * facts.num_kv_heads,) * 2 != (key, value):
+                yield ContradictionError(
+                    f"num_attention_heads {facts.num_heads} and num_key_value_heads {facts.num_kv_heads} do not share "
+                    f"{query}, {key} and {value} rows of q, k and v", path=path, key=fqn,
+                )  # fmt: skip
+        elif fqn.endswith(".pp_block.mlp.gate_up_proj.weight") and set(layout.chunks) != {facts.intermediate_size}:
+            yield ContradictionError(
+                f"intermediate_size is {facts.intermediate_size}, but gate and up have {layout.chunks} rows",
+                path=path, key=fqn,
+            )  # fmt: skip
 
 
 def zero_config_entry(layout: ParamLayout, topology: Topology) -> tuple[dict[str, list[str]], list[str]]:

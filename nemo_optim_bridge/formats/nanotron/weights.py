@@ -116,6 +116,8 @@ def _layout(fqn: str, shards: Sequence[WeightShard], topology: Topology, facts: 
         for chunk, (_, whole) in enumerate(slices[:num_chunks]):
             span = whole[dim]
             sizes[chunk] += span[1] - span[0] if span else 0
+    if len(by_tp) < topology.tp:  # the missing ones are reported later; all are as large as any
+        sizes = [size // len(by_tp) * topology.tp for size in sizes]
     if sum(sizes) != unsharded[dim] and len(by_tp) == topology.tp:
         raise ContradictionError(
             f"slices cover {sum(sizes)} of {unsharded[dim]} along dimension {dim}", path=first.path, key=fqn
