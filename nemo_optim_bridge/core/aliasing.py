@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, ranges
+from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, crossing, ranges
 from nemo_optim_bridge.core.manifest import Manifest, ShardTable
 from nemo_optim_bridge.errors import BridgeError, ContradictionError
 
@@ -67,12 +67,9 @@ def _interleaved(manifest: Manifest, rows: IntArray, extent: IntArray) -> Iterat
     capacity = np.array([buffer.nbytes for buffer in manifest.buffers], np.int64)
     start = table.storage_offset[rows]
     place = (np.cumsum(capacity) - capacity)[table.buffer[rows]] + start
-    crosses = place[1:] < np.maximum.accumulate(place + extent)[:-1]
-    if not crosses.any():
+    suspect = crossing(place, np.maximum.accumulate(place + extent))
+    if not suspect.any():
         return
-    suspect = np.zeros(len(rows), np.bool_)
-    suspect[1:] = crosses
-    suspect[:-1] |= crosses
     rows = rows[suspect]
     views = Boxes(table.buffer[rows], start[suspect, None], extent[suspect, None])
     index = BoxIndex(views, capacity[:, None])
