@@ -40,7 +40,7 @@ def _error(manifest: Manifest, problem: str, row: int) -> ContradictionError:
 
 def _extents(table: ShardTable, rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Return the distance from each view's first element to past its last, and whether its strides descend."""
-    shape, stride = table.shape[rows], table.stride[rows]
+    shape, stride = table.shape.take(rows, axis=0), table.stride.take(rows, axis=0)
     span = np.zeros(len(rows), np.int64)
     row_major = np.ones(len(rows), np.bool_)
     for dim in reversed(range(shape.shape[1])):
@@ -74,7 +74,7 @@ def _interleaved(manifest: Manifest, rows: IntArray, extent: IntArray) -> Iterat
     views = Boxes(table.buffer[rows], start[suspect, None], extent[suspect, None])
     index = BoxIndex(views, capacity[:, None])
     for first in range(0, len(rows), _CHUNK):
-        query, found = index.find(views.take(slice(first, first + _CHUNK)))
+        query, found = index.find(views.take(np.arange(first, min(first + _CHUNK, len(rows)))))
         query += first
         once = query > found  # what equals a view found before has a greater number than it
         yield rows[found[once]], rows[query[once]]

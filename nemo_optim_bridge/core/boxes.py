@@ -8,7 +8,6 @@ by column, never as a product; what remains in one node after the last level are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +29,9 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def take(self, rows: npt.NDArray[np.integer] | slice) -> Boxes:
+    def take(self, rows: IntArray) -> Boxes:
         """Return the boxes of the given row numbers."""
-        return Boxes(self.tensor[rows], self.offsets[rows], self.shape[rows])
+        return Boxes(self.tensor[rows], self.offsets.take(rows, axis=0), self.shape.take(rows, axis=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +49,13 @@ class _Level:
     def overlapping(self, boxes: Boxes, query: IntArray, node: IntArray) -> tuple[IntArray, IntArray]:
         """Return (query, child) for every child of ``node`` that overlaps its query along this level's dimension."""
         start, stop = _on_line(boxes, query, node, self.dim, self.base)
+        order = np.argsort(start, kind="stable")  # ascending needles are found several times faster
+        start, stop = start[order], stop[order]
         found: list[tuple[IntArray, IntArray]] = []
         for starts, stops, child in self.layers:
-            first = _count_below(stops, start, "right")
-            count = _count_below(starts, stop, "left") - first
+            first, count = np.empty_like(start), np.empty_like(start)
+            first[order] = at = np.searchsorted(stops, start, side="right")
+            count[order] = np.searchsorted(starts, stop, side="left") - at
             found.append((np.repeat(query, count), child[ranges(first, count)]))
         return _joined(found)
 
@@ -88,8 +90,8 @@ class BoxIndex:
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Divide the nodes, one per row, along ``dim``; return what remains: rows, their node, each node's tensor."""
         start, stop = _on_line(self._boxes, rows, node, dim, base)
-        order = _by_start_and_stop(start, stop)
-        rows, start, stop = rows[order], start[order], stop[order]
+        order, start, stop = _by_start_and_stop(start, stop)
+        rows = rows[order]
         is_first = np.ones(len(rows), np.bool_)
         is_first[1:] = (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])
         first = np.flatnonzero(is_first)
@@ -131,7 +133,8 @@ class BoxIndex:
         query, b = self.find(self._boxes.take(suspect))
         a = suspect[query]
         _, shape = intersect(self._boxes, a, self._boxes, b)
-        differ = (self._boxes.offsets[a] != self._boxes.offsets[b]) | (self._boxes.shape[a] != self._boxes.shape[b])
+        one, two = self._boxes.take(a), self._boxes.take(b)
+        differ = (one.offsets != two.offsets) | (one.shape != two.shape)
         real = (volume(shape) > 0) & differ.any(axis=1)
         a, b = a[real], b[real]
         pairs = np.unique(np.stack([np.minimum(a, b), np.maximum(a, b)], axis=1), axis=0)
@@ -140,10 +143,12 @@ class BoxIndex:
 
 def intersect(a: Boxes, a_rows: IntArray, b: Boxes, b_rows: IntArray) -> tuple[IntArray, IntArray]:
     """Return offsets and shape (n, K) of the common box of each pair; some size is 0 or less where there is none."""
-    a_offsets, b_offsets = a.offsets[a_rows], b.offsets[b_rows]
-    stops = np.minimum(a_offsets + a.shape[a_rows], b_offsets + b.shape[b_rows])
-    offsets = np.maximum(a_offsets, b_offsets)
-    return offsets, stops - offsets
+    offsets, other = a.offsets.take(a_rows, axis=0), b.offsets.take(b_rows, axis=0)
+    stops = offsets + a.shape.take(a_rows, axis=0)
+    np.minimum(stops, other + b.shape.take(b_rows, axis=0), out=stops)
+    np.maximum(offsets, other, out=offsets)
+    stops -= offsets
+    return offsets, stops
 
 
 def volume(shape: IntArray) -> IntArray:
@@ -162,16 +167,6 @@ def ranges(first: IntArray, count: IntArray) -> IntArray:
     return numbers
 
 
-def _count_below(ascending: IntArray, values: IntArray, side: Literal["left", "right"]) -> IntArray:
-    """Return ``searchsorted(ascending, values, side)``; sorts the values first, for the sake of the cache."""
-    if (values[1:] >= values[:-1]).all():
-        return np.searchsorted(ascending, values, side=side)
-    order = np.argsort(values, kind="stable")
-    count = np.empty(len(values), np.int64)
-    count[order] = np.searchsorted(ascending, values[order], side=side)
-    return count
-
-
 def _on_line(boxes: Boxes, rows: IntArray, node: IntArray, dim: IntArray, base: IntArray) -> tuple[IntArray, IntArray]:
     """Return start and stop of each row's interval along its node's dimension, on the level's line."""
     cell = rows * boxes.offsets.shape[1] + dim[node]
@@ -186,13 +181,14 @@ def _bases(size: IntArray) -> IntArray:
     return np.cumsum(size) - size
 
 
-def _by_start_and_stop(start: IntArray, stop: IntArray) -> IntArray:
-    """Return the order of the intervals by start, then stop."""
+def _by_start_and_stop(start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the order of the intervals by start, then stop, and both in that order."""
     order = np.argsort(start, kind="stable")  # listings are made of sorted runs, which a stable sort merges
-    start, stop = start[order], stop[order]
-    if ((start[1:] == start[:-1]) & (stop[1:] < stop[:-1])).any():
-        return order[np.lexsort((stop, start))]
-    return order
+    ascending, along = start[order], stop[order]
+    if ((ascending[1:] == ascending[:-1]) & (along[1:] < along[:-1])).any():
+        order = np.lexsort((stop, start))
+        ascending, along = start[order], stop[order]
+    return order, ascending, along
 
 
 def crossing(starts: IntArray, furthest: IntArray) -> npt.NDArray[np.bool_]:
