@@ -90,7 +90,7 @@ def reshard(
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel size.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data parallel size.", min=1)] = None,
     ep: Annotated[int | None, typer.Option(help="Expert parallel size.", min=1)] = None,
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 or 1.", min=0, max=1)] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 or 1.", min=0)] = None,
     dialect: Annotated[str | None, typer.Option(help="v0.1, 0.4, moe24, moe or head.")] = None,
     pp_split: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Decoder layers per stage. Default: as nanotron computes it.")

@@ -14,7 +14,7 @@ from nemo_optim_bridge.core.store import Store
 from nemo_optim_bridge.errors import TargetError
 
 STAGING_BYTES = 1 << 20
-#: A read costs about as much as copying this many bytes from the page cache: closer runs are read in one go.
+#: A read costs about as much as copying this many bytes from the page cache: runs with smaller gaps are read at once.
 _GAP_BYTES = 12 << 10
 
 Array = npt.NDArray[Any]
@@ -72,7 +72,7 @@ class Gatherer:
         if run == out.size and order == sorted(order, reverse=True) and out.flags.c_contiguous:
             self._store.read_into(buffer, offset * itemsize, out.reshape(-1).view(np.uint8).data)
             return
-        is_sparse = span * itemsize > _GAP_BYTES * (out.size // run)
+        is_sparse = (span - out.size) * itemsize > _GAP_BYTES * (out.size // run)
         if span * itemsize <= STAGING_BYTES and not is_sparse:
             self._store.read_into(buffer, offset * itemsize, self._bytes[: span * itemsize])
             strides = tuple(s * itemsize for s in stride)

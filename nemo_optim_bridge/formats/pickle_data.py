@@ -1,9 +1,10 @@
 """Read and write pickles as data; nothing that a pickle names is ever imported or called.
 
 How reading stays both safe and fast: one pass over the bytes admits only the opcodes that picklers emit for data, and
-rewrites every opcode that could call something or change an object (REDUCE, NEWOBJ, BUILD, SETITEM(S), APPEND(S),
-BINPERSID) into "pack the operands into a tuple and hand it to ``persistent_load``". The C unpickler then only ever
-pushes constants, tuples, empty containers and memo entries; all the rest is decided here, where types are checked.
+rewrites every opcode that could change an object (BUILD, SETITEM(S), APPEND(S), BINPERSID) into "pack the operands into
+a tuple and hand it to ``persistent_load``", and NEWOBJ into REDUCE. The C unpickler then only ever pushes constants,
+tuples, empty containers and memo entries, and calls ``Global`` objects, the only callable thing there is in it; all the
+rest is decided here, where types are checked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import pickle
 import re
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -36,6 +38,12 @@ class Global:
         self.module = module
         self.name = name
         self._function = _function
+
+    def __call__(self, *args: object) -> object:
+        """Make what a pickle calls this name for; only ``loads`` gives names a function, others make an Opaque."""
+        if len(args) > _MAX_ARGS:
+            raise ValueError(f"call with {len(args)} arguments")
+        return Opaque(self, args) if self._function is None else self._function(*args)
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -106,8 +114,9 @@ def loads(
 
     ``allow`` maps ``(module, name)`` to a callable of ours (called with the pickled arguments, for REDUCE and NEWOBJ
     alike) or to a constant. A callable must check its arguments' types, must not copy them when they are long, and
-    may raise any Exception to refuse them. A BUILD state is given to the object's ``__setstate__``; an object without
-    one accepts no state. Objects used as dict keys are hashed: check their fields in ``__setstate__``.
+    may raise any Exception to refuse them; what it, or ``persistent_load``, returns must not be callable. A BUILD
+    state is given to the object's ``__setstate__``; an object without one accepts no state. Objects used as dict keys
+    are hashed: check their fields in ``__setstate__``.
     ``collections.OrderedDict``, bytes and sets of scalars are always understood.
 
     With ``opaque``, names that are not in ``allow`` become ``Global`` and what is made from them ``Opaque``.
@@ -117,7 +126,8 @@ def loads(
     container keys.
     """
     try:
-        machine = _Machine(_rewrite(data, path), path, allow, persistent_load, opaque, len(data))
+        rewritten = _rewrite(data, path, opaque)
+        machine = _Machine(rewritten, path, allow, persistent_load, opaque, data[1] < 3, len(data))
         root = machine.load()
         _check_tree(root, _MAX_UNFOLDED_PER_BYTE * len(data) + 10_000, path)
     except (BridgeError, MemoryError):
@@ -129,7 +139,7 @@ def loads(
 
 # --- the pass over the bytes -------------------------------------------------------------------------------------
 
-_REDUCE, _NEWOBJ, _BUILD, _SETITEMS, _APPENDS, _PERSID = range(6)
+_NEWOBJ, _BUILD, _SETITEMS, _APPENDS, _PERSID, _FILL_BUILD = range(6)
 _TUPLE, _TUPLE1, _TUPLE2 = b"t", b"\x85", b"\x86"
 
 
@@ -139,8 +149,7 @@ def _hand_over(code: int) -> bytes:
 
 
 _REWRITTEN: Final[Mapping[int, bytes]] = {
-    ord("R"): _hand_over(_REDUCE),
-    0x81: _hand_over(_NEWOBJ),
+    0x81: b"R",  # NEWOBJ, where the difference to REDUCE does not matter
     ord("b"): _hand_over(_BUILD),
     ord("s"): _TUPLE2 + _hand_over(_SETITEMS),
     ord("u"): _TUPLE + _hand_over(_SETITEMS),
@@ -148,12 +157,16 @@ _REWRITTEN: Final[Mapping[int, bytes]] = {
     ord("e"): _TUPLE + _hand_over(_APPENDS),
     ord("Q"): b"N" + _hand_over(_PERSID),
 }
+_REWRITTEN_OPAQUE: Final[Mapping[int, bytes]] = {**_REWRITTEN, 0x81: _hand_over(_NEWOBJ)}
+#: SETITEMS then BUILD, the end of most objects, as one step: (object, dict, items).
+_FILLED_AND_BUILT: Final = _TUPLE + b"\x87N" + _hand_over(_FILL_BUILD)
 #: Width in bytes of the length that follows. LONG1 is at most 255 bytes; LONG4 is refused: no real int needs it.
 _SIZED: Final[Mapping[int, int]] = {
     ord("X"): 4, ord("B"): 4, ord("C"): 1, 0x8C: 1, 0x8D: 8, 0x8E: 8, 0x8A: 1,
 }  # fmt: skip
-_FRAME, _STOP, _LONG_BINPUT = 0x95, ord("."), ord("r")
-_PLAIN: Final = frozenset(b"(01N)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
+_PROTO, _FRAME, _STOP = 0x80, 0x95, ord(".")
+_SETITEMS_OPCODE, _BUILD_OPCODE = ord("u"), b"b"
+_PLAIN: Final = frozenset(b"(01NR)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
 
 
 @lru_cache(maxsize=16)
@@ -164,19 +177,22 @@ def _plain_run(memo_bits: int) -> Callable[[bytes, int], re.Match[bytes] | None]
     short = b"|".join(b"\\x%02x\\x00\\x00\\x00.{%d}" % (n, n) for n in range(1, 9))
     tiny = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(1, 9))
     pattern = (
-        b"(?:[(01N)\\]}t\\x88\\x89\\x85\\x86\\x87\\x94\\x93]|[Kqh].|M..|[Jj].{4}|G.{8}|r.." + third + high
+        b"(?:[(01NR)\\]}t\\x88\\x89\\x85\\x86\\x87\\x94\\x93]|[Kqh].|M..|[Jj].{4}|G.{8}|r.." + third + high
         + b"|X(?:" + short + b")|\\x8c(?:" + tiny + b")|c[^\\n]{1,200}\\n[^\\n]{1,200}\\n|\\x80[\\x02-\\x05]){0,100}"
     )  # fmt: skip
     return re.compile(pattern, re.DOTALL).match
 
 
-def _rewrite(data: bytes, path: str) -> bytes:
+def _rewrite(data: bytes, path: str, opaque: bool = False) -> bytes:
     """Admit the opcodes of ``data`` and route all that can act to ``persistent_load``; drops frames."""
     size = len(data)
+    if size < 2 or data[0] != _PROTO:
+        raise CorruptFileError("pickle does not start with a protocol number; 2 to 5 are read", path=path)
     # Picklers number memo entries 0, 1, 2, ...; an entry takes 3 bytes or more. C reserves 16 bytes per number.
     memo_bits = min(32, max(16, (size // 3).bit_length() + 1 & ~1))
     match = _plain_run(memo_bits)
     parts: list[bytes] = []
+    add, rewritten = parts.append, (_REWRITTEN_OPAQUE if opaque else _REWRITTEN).get
     start = position = 0
     while True:
         found = cast("re.Match[bytes]", match(data, position)).end()
@@ -184,9 +200,13 @@ def _rewrite(data: bytes, path: str) -> bytes:
             raise CorruptFileError("pickle is truncated", path=path)
         opcode = data[found]
         after = found + 1
-        if opcode in _REWRITTEN:
-            parts.append(data[start:found])
-            parts.append(_REWRITTEN[opcode])
+        replacement = rewritten(opcode)
+        if replacement is not None:
+            if opcode == _SETITEMS_OPCODE and data[after : after + 1] == _BUILD_OPCODE:
+                replacement = _FILLED_AND_BUILT
+                after += 1
+            add(data[start:found])
+            add(replacement)
             start = position = after
         elif opcode in _SIZED:
             after += _SIZED[opcode]
@@ -196,10 +216,10 @@ def _rewrite(data: bytes, path: str) -> bytes:
         elif opcode == _STOP:
             if after != size:
                 raise CorruptFileError(f"{size - after} bytes follow the end of the pickle", path=path)
-            parts.append(data[start:])
+            add(data[start:])
             return b"".join(parts)
         elif opcode == _FRAME:
-            parts.append(data[start:found])
+            add(data[start:found])
             start = position = after + 8
             if start + int.from_bytes(data[after:start], "little") > size:
                 raise CorruptFileError("frame in pickle is longer than the pickle", path=path)
@@ -228,7 +248,6 @@ def _refused_opcode(data: bytes, position: int, path: str) -> CorruptFileError:
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None), bytes})
 _MAX_INT_KEY: Final = 1 << 32  # beyond it, hash(int) can be made to collide at will
-_OLD_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names that protocol 2 uses
 
 
 class _Machine(pickle.Unpickler):
@@ -236,16 +255,18 @@ class _Machine(pickle.Unpickler):
 
     def __init__(
         self, rewritten: bytes, path: str, allow: Mapping[tuple[str, str], object],
-        load_persistent: Callable[[object], object] | None, opaque: bool, budget: int,
+        load_persistent: Callable[[object], object] | None, opaque: bool, old_names: bool, budget: int,
     ) -> None:  # fmt: skip
         super().__init__(io.BytesIO(rewritten))
         self._path = path
         self._allow = allow
         self._load_persistent = load_persistent
         self._opaque = opaque
+        self._old_names = old_names  # Python 2's, which protocol 2 writes
         self._budget = budget  # bytes that calls may still copy
         self._handlers = (
-            self._reduce, self._newobj, self._build, self._setitems, self._appends, self._persid,
+            self._newobj, self._build, self._setitems, self._appends, self._persid,
+            self._fill_build,
         )  # fmt: skip
         self._always: Mapping[tuple[str, str], Callable[..., object]] = {
             ("collections", "OrderedDict"): _ordered_dict,
@@ -255,7 +276,11 @@ class _Machine(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        module = _OLD_MODULES.get(module, module)
+        if self._old_names:
+            if (module, name) in NAME_MAPPING:
+                module, name = NAME_MAPPING[module, name]
+            else:
+                module = IMPORT_MAPPING.get(module, module)
         value = self._allow.get((module, name), self)
         if value is self:
             value = self._always.get((module, name))
@@ -267,27 +292,15 @@ class _Machine(pickle.Unpickler):
                     path=self._path,
                     hint="if the file is yours, load it where it comes from and save plain data and tensors only",
                 )
-        return Global(module, name, value) if callable(value) else value
+        return Global(module, name, value) if callable(value) and not isinstance(value, Global) else value
 
     def persistent_load(self, pid: Any) -> Any:
         return self._handlers[pid[2]](pid[0], pid[1])
 
-    def _reduce(self, function: object, args: object) -> object:
-        if type(function) is not Global or type(args) is not tuple:
-            raise self._corrupt(f"call of {_kind(function)} with {_kind(args)}")
-        if function._function is None:
-            return Opaque(function, args)
-        if len(args) > _MAX_ARGS:
-            raise self._corrupt(f"call of {function} with {len(args)} arguments")
-        try:
-            return function._function(*args)
-        except (BridgeError, MemoryError):
-            raise
-        except Exception as error:
-            raise self._corrupt(f"{function} does not take these arguments ({_short(str(error))})") from error
-
     def _newobj(self, function: object, args: object) -> object:
-        made = self._reduce(function, args)
+        if type(function) is not Global or type(args) is not tuple:
+            raise self._corrupt(f"object made from {_kind(function)} with {_kind(args)}")
+        made = function(*args)
         if type(made) is Opaque:
             made.newobj = True
         return made
@@ -310,24 +323,28 @@ class _Machine(pickle.Unpickler):
             raise self._corrupt("state of an OrderedDict is no small dict")
         for name in state:
             if type(name) is not str or hasattr(OrderedDict, name):
-                raise self._corrupt(f"attribute {_short(repr(name))} of an OrderedDict")
+                raise self._corrupt("attribute of an OrderedDict that is one of its own")
         vars(target).update(state)
 
-    def _setitems(self, target: object, items: tuple[object, ...]) -> object:
+    def _setitems(self, target: Any, items: tuple[object, ...]) -> object:
         if len(items) % 2:
             raise self._corrupt("odd number of keys and values")
-        keys, values = items[::2], items[1::2]
         kind = type(target)
-        if kind is Opaque:
-            target.pairs.extend(zip(keys, values, strict=True))  # type: ignore[attr-defined]
-        elif kind is dict or kind is OrderedDict:
-            for key in keys:
+        values = iter(items)
+        if kind is dict or kind is OrderedDict:
+            for key in values:
                 if type(key) is not str and not _is_key(key):
                     raise self._corrupt(f"{_kind(key)} as a key")
-            cast("dict[object, object]", target).update(zip(keys, values, strict=True))
+                target[key] = next(values)
+        elif kind is Opaque:
+            target.pairs.extend(zip(values, values, strict=True))
         else:
             raise self._corrupt(f"items set on {_kind(target)}")
         return target
+
+    def _fill_build(self, parts: tuple[Any, Any, Any], _: object) -> object:
+        target, state, items = parts
+        return self._build(target, self._setitems(state, items))
 
     def _appends(self, target: object, items: tuple[object, ...]) -> object:
         if type(target) is list:
@@ -444,11 +461,12 @@ _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
 
 
 def _kind(value: object) -> str:
-    return str(value) if type(value) is Global else f"a value of type {type(value).__name__}"
+    return _short(str(value)) if type(value) is Global else f"a value of type {type(value).__name__}"
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:200] + "..."
+    """Return text of unknown origin fit for a message: short, and without control characters."""
+    return repr(text[:200])[1:-1] + ("..." if len(text) > 200 else "")
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -456,6 +474,8 @@ def _short(text: str) -> str:
 _LATIN1_ENCODE: Final = Global("_codecs", "encode")
 _ORDERED_DICT: Final = Global("collections", "OrderedDict")
 _SET: Final = Global("builtins", "set")
+_SMALL_INTS: Final = tuple(b"K" + bytes((value,)) for value in range(256))
+_SMALL_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
 
 
 def dumps(
@@ -468,8 +488,8 @@ def dumps(
 
     Takes dict, OrderedDict, list, tuple, set of scalars, str, bytes, int, float, bool, None, ``Global``, ``Call`` and
     ``Opaque``. An object of any other type is first shown to ``persistent_id``; what that returns, unless None, is
-    written as the object's persistent id. Then ``replace`` returns what to write in its place. Both are asked once
-    per object. Equal trees give equal bytes; containers that are shared stay shared, cycles included.
+    written as the object's persistent id. Else ``replace`` returns what to write in its place, once per object.
+    Equal trees give equal bytes; containers that are shared stay shared, cycles included.
 
     Raises TargetError for a value that cannot be written.
     """
@@ -503,6 +523,11 @@ class _Writer:
     def save(self, value: object) -> None:
         (self._savers.get(type(value)) or self._other)(value)
 
+    def _save_all(self, values: Iterable[object]) -> None:
+        savers, other = self._savers, self._other
+        for value in values:
+            (savers.get(type(value)) or other)(value)
+
     def _memoize(self) -> bytes:
         """Number the topmost value; return the opcode that fetches it again."""
         number = self._num_memo
@@ -532,7 +557,7 @@ class _Writer:
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
-            self._emit(b"K" + bytes((value,)))
+            self._emit(_SMALL_INTS[value])
         elif 0 <= value < 65536:
             self._emit(struct.pack("<cH", b"M", value))
         elif -(1 << 31) <= value < 1 << 31:
@@ -553,7 +578,8 @@ class _Writer:
             return
         encoded = value.encode("utf-8", "surrogatepass")
         self._emit(struct.pack("<cI", b"X", len(encoded)) + encoded)
-        self._named[value] = self._memoize()
+        if len(encoded) > 4:  # else fetching it takes as many bytes as writing it again
+            self._named[value] = self._memoize()
 
     def _bytes(self, value: bytes) -> None:
         self._call(Call(_LATIN1_ENCODE, (value.decode("latin1"), "latin1")))
@@ -569,30 +595,31 @@ class _Writer:
         self._named[value] = self._memoize()
 
     def _call(self, value: Call) -> None:
-        if self._fetch(value):
-            return
         self._global(value.function)
-        self._tuple(value.args)
+        self._unshared_tuple(value.args)
         self._emit(b"R")
-        self._share(value)
 
-    def _tuple(self, value: tuple[object, ...]) -> None:
-        # Flat tuples are not shared: whether two equal ones are the same object is an accident of the interpreter.
-        flat = all(type(item) in _SCALARS for item in value)
-        if not flat and self._fetch(value):
-            return
+    def _unshared_tuple(self, value: tuple[object, ...]) -> None:
         count = len(value)
         if count > 3:
             self._emit(b"(")
-        for item in value:
-            self.save(item)
-        if not flat and id(value) in self._shared:  # a cycle has written it meanwhile
-            self._emit(b"1" if count > 3 else b"0" * count)
-            self._fetch(value)
-            return
-        self._emit((b")", b"\x85", b"\x86", b"\x87")[count] if count <= 3 else b"t")
-        if not flat:
-            self._share(value)
+            self._save_all(value)
+            self._emit(b"t")
+        else:
+            self._save_all(value)
+            self._emit(_SMALL_TUPLES[count])
+
+    def _tuple(self, value: tuple[object, ...]) -> None:
+        # Flat tuples are not shared: whether two equal ones are the same object is an accident of the interpreter.
+        if _SCALARS.issuperset(map(type, value)):
+            self._unshared_tuple(value)
+        elif not self._fetch(value):
+            self._unshared_tuple(value)
+            if id(value) in self._shared:  # a cycle through the tuple has made it meanwhile: take that one
+                self._emit(b"0")
+                self._fetch(value)
+            else:
+                self._share(value)
 
     def _list(self, value: list[object]) -> None:
         if self._fetch(value):
@@ -605,8 +632,7 @@ class _Writer:
         listed = list(items)
         if listed:
             self._emit(b"(")
-            for item in listed:
-                self.save(item)
+            self._save_all(listed)
             self._emit(b"e")
 
     def _dict(self, value: dict[object, object]) -> None:
@@ -664,8 +690,12 @@ class _Writer:
             return
         pid = None if self._persistent_id is None else self._persistent_id(value)
         if pid is not None:
-            self.save(pid)
+            if type(pid) is tuple:
+                self._unshared_tuple(pid)
+            else:
+                self.save(pid)
             self._emit(b"Q")
+            return  # fetching it would save nothing: ids are short
         elif self._replace is not None:
             self.save(self._replace(value))
         else:

@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -88,20 +88,18 @@ class TorchFile:
         """Say whether CRCs were computed: under ``set_crc32_options(False)`` torch writes 0 for every record."""
         return any(record.crc for record in self.records.values())
 
-    def read(self, tensor: StoredTensor) -> bytes:
-        """Return the elements of ``tensor`` in row-major order; meant for small ones. Raises CorruptFileError."""
+    def read(self, tensor: StoredTensor, *, fd: int | None = None) -> bytes:
+        """Return the elements of ``tensor`` in row-major order; meant for small ones such as ``step``.
+
+        ``fd`` is an open descriptor of the file, to save opening it for each of many. Raises CorruptFileError when
+        the file has become shorter.
+        """
         itemsize = ITEMSIZE[tensor.dtype]
         if not prod(tensor.shape):
             return b""
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
-        offset = tensor.record.offset + tensor.storage_offset * itemsize
-        if self._data is not None:
-            data = self._data[offset : offset + span * itemsize]
-        else:
-            with Path(self.path).open("rb") as file:
-                data = os.pread(file.fileno(), span * itemsize, offset)
-        if len(data) != span * itemsize:
-            raise CorruptFileError("file ends within a tensor", path=self.path, key=tensor.record.name)
+        with _Window.of(self, fd) as window:
+            data = window.read_exactly(tensor.record.offset + tensor.storage_offset * itemsize, span * itemsize)
         if span == prod(tensor.shape) and tensor.stride == contiguous_stride(tensor.shape):
             return data
         strides = tuple(stride * itemsize for stride in tensor.stride)
@@ -110,12 +108,18 @@ class TorchFile:
 
 
 def read_torch_file(
-    path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None, fd: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    offset: int = 0,
+    nbytes: int | None = None,
+    fd: int | None = None,
+    opaque: bool = False,
 ) -> TorchFile:
     """Index the ``.pt`` file at ``path``, or the one embedded at byte ``offset`` and ``nbytes`` long.
 
     Reads the directory, the record headers and the pickle, no tensors. Offsets in the result are absolute. ``fd`` is
-    an open descriptor of the same file, for indexing many embedded ones.
+    an open descriptor of the same file, for indexing many embedded ones. ``opaque`` keeps objects of classes that are
+    not torch's as ``pickle_data.Opaque`` instead of refusing the file.
 
     Raises CorruptFileError for a malformed archive, UnsafePickleError when the pickle names what is not data,
     UnknownFormatError for a file that is no zip archive or was written on a big-endian machine.
@@ -123,18 +127,18 @@ def read_torch_file(
     name = os.fspath(path)
     if fd is None:
         with Path(path).open("rb") as file:
-            return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno())
+            return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno(), opaque=opaque)
     size = os.fstat(fd).st_size
     if nbytes is None:
         nbytes = size - offset
     if offset < 0 or nbytes < 0 or offset + nbytes > size:
         raise CorruptFileError(f"file has {size} bytes; {nbytes} were expected at byte {offset}", path=name)
-    return _index(_Window(name, offset, nbytes, fd=fd))
+    return _index(_Window(name, offset, nbytes, fd=fd), opaque)
 
 
-def read_torch_bytes(data: bytes, *, path: str) -> TorchFile:
+def read_torch_bytes(data: bytes, *, path: str, opaque: bool = False) -> TorchFile:
     """Index a ``.pt`` file held in memory; offsets in the result are into ``data``, ``path`` is for messages."""
-    return _index(_Window(path, 0, len(data), data=data))
+    return _index(_Window(path, 0, len(data), data=data), opaque)
 
 
 def check_crcs(
@@ -170,20 +174,29 @@ class _Window:
     """``nbytes`` bytes at ``start`` of a file or of bytes in memory; addresses are absolute."""
 
     def __init__(
-        self, path: str, start: int, nbytes: int, *, fd: int = -1, data: bytes | None = None, owned: bool = False
+        self,
+        path: str,
+        start: int,
+        nbytes: int,
+        *,
+        fd: int = -1,
+        data: bytes | None = None,
+        cache: bool = True,
+        owned: bool = False,
     ) -> None:
         self.path, self.start, self.stop, self.data = path, start, start + nbytes, data
         self._fd, self._owned = fd, owned
         self._cache, self._cached_at = data, 0 if data is not None else start
-        if data is None and nbytes <= _WHOLE and not owned:
+        if data is None and nbytes <= _WHOLE and cache:
             self._cache = os.pread(fd, nbytes, start)
 
     @classmethod
-    def of(cls, file: TorchFile) -> _Window:
+    def of(cls, file: TorchFile, fd: int | None = None) -> _Window:
+        """Return a window on all of an indexed file; opens it, unless it is open as ``fd``."""
         if file._data is not None:
             return cls(file.path, 0, len(file._data), data=file._data)
-        fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        return cls(file.path, 0, os.fstat(fd).st_size, fd=fd, owned=True)
+        opened = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) if fd is None else fd
+        return cls(file.path, 0, os.fstat(opened).st_size, fd=opened, cache=False, owned=fd is None)
 
     def __enter__(self) -> _Window:
         return self
@@ -235,7 +248,7 @@ _UINT16, _UINT32 = 0xFFFF, 0xFFFFFFFF
 _HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
 _LEGACY_MAGIC: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: Member names that could mean another place to some unpacker; one name a line.
-_TRICK: Final = re.compile(r"^/|(?:^|/)\.{0,2}(?:/|$)|[\\\0:]|/$", re.MULTILINE)
+_TRICK: Final = re.compile(r"^/|(?:^|/)\.{0,2}(?:/|$)|[\\:\x00-\x09\x0b-\x1f\x7f]|/$", re.MULTILINE)
 
 
 def _directory_bounds(window: _Window) -> tuple[int, int, int]:
@@ -397,7 +410,7 @@ def _quote(name: bytes) -> str:
 # --- reading: the tree ----------------------------------------------------------------------------------------------
 
 
-def _index(window: _Window) -> TorchFile:
+def _index(window: _Window, opaque: bool) -> TorchFile:
     _, records = _read_records(window)
     if "constants.pkl" in records:
         raise UnknownFormatError("file is a TorchScript archive, not a checkpoint", path=window.path, hint=_RESAVE)
@@ -412,7 +425,9 @@ def _index(window: _Window) -> TorchFile:
             )  # fmt: skip
     pickled = window.read_exactly(records["data.pkl"].offset, records["data.pkl"].nbytes)
     rebuilder = _Rebuilder(records, window)
-    root = pickle_data.loads(pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage)
+    root = pickle_data.loads(
+        pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage, opaque=opaque
+    )
     return TorchFile(window.path, root, records, window.data)
 
 
@@ -492,31 +507,14 @@ class _Rebuilder:
         return storage
 
     def _tensor(
-        self, storage: object, storage_offset: object, shape: object, stride: object, requires_grad: object = False,
+        self, storage: Any, storage_offset: Any, shape: Any, stride: Any, requires_grad: Any = False,
         _hooks: object = None, metadata: object = None,
     ) -> StoredTensor:  # fmt: skip
-        if type(storage) is not StoredStorage:
+        if type(storage) is not StoredStorage or type(requires_grad) is not bool:
             raise self._corrupt("has a tensor without a storage")
-        return self._view(storage, storage.dtype, storage.numel, storage_offset, shape, stride, requires_grad, metadata)
-
-    def _tensor_v3(
-        self, storage: object, storage_offset: object, shape: object, stride: object, requires_grad: object,
-        _hooks: object, dtype: object, metadata: object = None,
-    ) -> StoredTensor:  # fmt: skip
-        if type(storage) is not StoredStorage or type(dtype) is not Global or dtype.module != "torch":
-            raise self._corrupt("has a tensor without a storage or dtype")
-        if dtype.name not in ITEMSIZE:
-            raise UnknownFormatError(f"file holds a tensor of dtype {dtype.name}", path=self._window.path)
-        numel = storage.numel * ITEMSIZE[storage.dtype] // ITEMSIZE[dtype.name]
-        return self._view(storage, dtype.name, numel, storage_offset, shape, stride, requires_grad, metadata)
-
-    def _view(
-        self, storage: StoredStorage, dtype: str, numel: int, storage_offset: Any, shape: Any, stride: Any,
-        requires_grad: object, metadata: object,
-    ) -> StoredTensor:  # fmt: skip
         if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride) or len(shape) > _MAX_NDIM:
             raise self._corrupt("has a tensor with malformed sizes or strides")
-        if type(storage_offset) is not int or storage_offset < 0 or type(requires_grad) is not bool:
+        if type(storage_offset) is not int or storage_offset < 0:
             raise self._corrupt("has a tensor with a malformed offset")
         if metadata:
             raise self._corrupt("has a tensor that is a conjugate or negative view")
@@ -527,9 +525,21 @@ class _Rebuilder:
             if not size:
                 empty = True
             last += (size - 1) * step
-        if not empty and last >= numel:
+        if not empty and last >= storage.numel:
             raise self._corrupt(f"has a tensor that reaches past the end of record {storage.record.name}")
-        return StoredTensor(dtype, shape, stride, storage_offset, storage.record, requires_grad)
+        return StoredTensor(storage.dtype, shape, stride, storage_offset, storage.record, requires_grad)
+
+    def _tensor_v3(
+        self, storage: Any, storage_offset: object, shape: object, stride: object, requires_grad: object,
+        hooks: object, dtype: Any, metadata: object = None,
+    ) -> StoredTensor:  # fmt: skip
+        if type(storage) is not StoredStorage or type(dtype) is not Global or dtype.module != "torch":
+            raise self._corrupt("has a tensor without a storage or dtype")
+        if dtype.name not in ITEMSIZE:
+            raise UnknownFormatError(f"file holds a tensor of dtype {dtype.name}", path=self._window.path)
+        numel = storage.numel * ITEMSIZE[storage.dtype] // ITEMSIZE[dtype.name]
+        viewed = StoredStorage(dtype.name, storage.record, numel)
+        return self._tensor(viewed, storage_offset, shape, stride, requires_grad, hooks, metadata)
 
     def _parameter(self, data: object, requires_grad: object, _hooks: object, _state: object = None) -> StoredTensor:
         if type(data) is not StoredTensor or type(requires_grad) is not bool:
@@ -606,7 +616,6 @@ _REBUILD_TENSOR_V3: Final = Global("torch._utils", "_rebuild_tensor_v3")
 _ORDERED_DICT: Final = Global("collections", "OrderedDict")
 _UNTYPED: Final = Global("torch.storage", "UntypedStorage")
 _STORAGE_GLOBALS: Final = {dtype: Global("torch", name) for dtype, name in _STORAGE_CLASS.items()}
-_DTYPE_GLOBALS: Final = {dtype: Global("torch", dtype) for dtype in ITEMSIZE}
 
 
 class _StorageReference:
@@ -628,26 +637,28 @@ def _pickle_tree(root: object) -> tuple[bytes, list[NewTensor]]:
     def rebuild(value: object) -> object:
         if type(value) is not NewTensor:
             raise TargetError(f"value of type {type(value).__name__} cannot be written to a torch file")
-        _check_tensor(value)
-        key = str(len(tensors))
+        function, storage_class, numel, view, dtype = _rebuild_call(value.dtype, value.shape, value.requires_grad)
+        if isinstance(value.data, bytes) and len(value.data) != value.nbytes:
+            raise TargetError(f"{len(value.data)} bytes given for a tensor of {value.nbytes}")
+        storage = _StorageReference(("storage", storage_class, str(len(tensors)), "cpu", numel))
         tensors.append(value)
-        hooks = Call(_ORDERED_DICT)
-        view = (0, value.shape, contiguous_stride(value.shape), value.requires_grad, hooks)
-        storage_class = _STORAGE_GLOBALS.get(value.dtype)
-        if storage_class is None:
-            storage = _StorageReference(("storage", _UNTYPED, key, "cpu", value.nbytes))
-            return Call(_REBUILD_TENSOR_V3, (storage, *view, _DTYPE_GLOBALS[value.dtype]))
-        storage = _StorageReference(("storage", storage_class, key, "cpu", prod(value.shape)))
-        return Call(_REBUILD_TENSOR, (storage, *view))
+        return Call(function, (storage, *view, *dtype))
 
     return pickle_data.dumps(root, persistent_id=persistent_id, replace=rebuild), tensors
 
 
-def _check_tensor(tensor: NewTensor) -> None:
-    if tensor.dtype not in ITEMSIZE or any(type(size) is not int or size < 0 for size in tensor.shape):
-        raise TargetError(f"no tensor of dtype {tensor.dtype} and shape {tensor.shape} can be written")
-    if isinstance(tensor.data, bytes) and len(tensor.data) != tensor.nbytes:
-        raise TargetError(f"{len(tensor.data)} bytes given for a tensor of {tensor.nbytes}")
+@lru_cache(maxsize=4096)
+def _rebuild_call(
+    dtype: str, shape: tuple[int, ...], requires_grad: bool
+) -> tuple[Global, Global, int, tuple[object, ...], tuple[object, ...]]:
+    """Return torch's rebuild function, storage class, its number of elements, and the arguments around the storage."""
+    if dtype not in ITEMSIZE or any(type(size) is not int or size < 0 for size in shape) or len(shape) > _MAX_NDIM:
+        raise TargetError(f"no tensor of dtype {dtype} and shape {shape} can be written")
+    view = (0, shape, contiguous_stride(shape), requires_grad, Call(_ORDERED_DICT))
+    storage_class = _STORAGE_GLOBALS.get(dtype)
+    if storage_class is None:
+        return _REBUILD_TENSOR_V3, _UNTYPED, prod(shape) * ITEMSIZE[dtype], view, (Global("torch", dtype),)
+    return _REBUILD_TENSOR, storage_class, prod(shape), view, ()
 
 
 class _Layout:

@@ -39,24 +39,21 @@ class ModelFacts:
         head_size = self.hidden_size // self.num_heads
         return 4 * self.num_heads * head_size * self.hidden_size + 3 * self.intermediate_size * self.hidden_size
 
-    def problems_at(self, tp: int) -> list[BridgeError]:
-        """Return why the model cannot be cut into ``tp`` parts."""
+    def problem_at(self, tp: int) -> BridgeError | None:
+        """Return why the model cannot be cut into ``tp`` parts, or None."""
         sizes = {
             "attention heads": self.num_heads,
             "key/value heads": self.num_kv_heads,
-            "intermediate size": self.intermediate_size,
+            "rows of the MLP (intermediate size)": self.intermediate_size,
         }
+        uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
+        if not uneven:
+            return None
         valid = [n for n in range(1, self.num_heads + 1) if all(size % n == 0 for size in sizes.values())]
-        return [
-            TargetError(
-                f"tp {tp} does not divide the model's {size} {what}"
-                if what != "intermediate size"
-                else f"tp {tp} does not divide the intermediate size {size}",
-                hint=f"choose tp from {', '.join(map(str, valid))}",
-            )
-            for what, size in sizes.items()
-            if size % tp
-        ]
+        return TargetError(
+            f"tp {tp} does not divide the model's {', '.join(uneven)}",
+            hint=f"choose tp from {', '.join(map(str, valid))}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ class ParamLayout:
         stacked = self.experts.per_rank(topology) > 1
         return (stacked and topology.tp == 1) if self.experts.is_w1 else not stacked
 
-    def _local_pieces(self, topology: Topology, tp: int, ep: int) -> Iterator[tuple[Region, int]]:
+    def local_pieces(self, topology: Topology, tp: int, ep: int) -> Iterator[tuple[Region, int]]:
         """Yield a rank's boxes of the global tensor, padding included, with their local offset along ``dim``."""
         stored = (self.shape[0] + self.padded_rows, *self.shape[1:]) if self.padded_rows else self.shape
         whole = Region.full(stored)
@@ -98,38 +99,21 @@ class ParamLayout:
         return tuple(reversed(shape)) if self.is_transposed(topology) else tuple(shape)
 
     def views(
-        self, topology: Topology, tp: int, ep: int, flat: tuple[int, int] | None = None,
+        self,
+        topology: Topology,
+        tp: int,
+        ep: int,
+        flat: tuple[int, int] | None = None,
         stride: tuple[int, ...] | None = None,
-    ) -> Iterator[View]:  # fmt: skip
-        """Yield what a rank's local storage holds of the logical tensor.
+    ) -> tuple[View, ...]:
+        """Return what a rank's local storage holds of the logical tensor.
 
         Args:
             flat: the half-open range of the flattened local storage that is kept (a ZeRO-1 slice); offsets of the
                 views are relative to its start. None keeps all.
             stride: strides of the stored data, in elements; row-major when None.
         """
-        stored_shape = self.local_shape(topology)
-        turn = -1 if self.is_transposed(topology) else 1
-        stride = (stride or contiguous_stride(stored_shape))[::turn]
-        start, stop = flat or (0, prod(stored_shape))
-        limit = Region.full(self.shape)
-        kept = [Region(box.offsets[::turn], box.shape[::turn]) for box in flat_range_boxes(stored_shape, start, stop)]
-        for region, local_start in self._local_pieces(topology, tp, ep):
-            shift = [0] * len(self.shape)
-            local_offsets = [0] * len(self.shape)
-            if self.dim is not None:
-                shift[self.dim] = region.offsets[self.dim] - local_start
-                local_offsets[self.dim] = local_start
-            local = Region(tuple(local_offsets), region.shape)
-            for box in kept:
-                common = box.intersect(local)
-                if common is None:
-                    continue
-                moved = Region(tuple(o + s for o, s in zip(common.offsets, shift, strict=True)), common.shape)
-                inside = moved.intersect(limit)
-                if inside is not None:
-                    offset = sum(o * s for o, s in zip(common.offsets, stride, strict=True)) - start
-                    yield View(inside, offset, stride)
+        return _views(replace(self, fqn=""), topology, tp, ep, flat, stride)
 
     def unsharded_shape(self, topology: Topology) -> tuple[int, ...]:
         """Return what a weight shard's metadata calls the unsharded shape."""
@@ -158,9 +142,40 @@ class ParamLayout:
                 along(self.dim, local, region.shape[self.dim]),
                 along(self.dim, region.offsets[self.dim], region.shape[self.dim]),
             )
-            for region, local in self._local_pieces(topology, tp, ep)
+            for region, local in self.local_pieces(topology, tp, ep)
         ]
         return ((none, pairs[0][1]),) if len(pairs) == 1 else tuple(pairs)
+
+
+@lru_cache(maxsize=1 << 14)  # layers repeat each other, and so do the states of a parameter
+def _views(
+    layout: ParamLayout, topology: Topology, tp: int, ep: int, flat: tuple[int, int] | None,
+    stride: tuple[int, ...] | None,
+) -> tuple[View, ...]:  # fmt: skip
+    stored_shape = layout.local_shape(topology)
+    turn = -1 if layout.is_transposed(topology) else 1
+    stride = (stride or contiguous_stride(stored_shape))[::turn]
+    start, stop = flat or (0, prod(stored_shape))
+    limit = Region.full(layout.shape)
+    kept = [Region(box.offsets[::turn], box.shape[::turn]) for box in flat_range_boxes(stored_shape, start, stop)]
+    views: list[View] = []
+    for region, local_start in layout.local_pieces(topology, tp, ep):
+        shift = [0] * len(layout.shape)
+        local_offsets = [0] * len(layout.shape)
+        if layout.dim is not None:
+            shift[layout.dim] = region.offsets[layout.dim] - local_start
+            local_offsets[layout.dim] = local_start
+        local = Region(tuple(local_offsets), region.shape)
+        for box in kept:
+            common = box.intersect(local)
+            if common is None:
+                continue
+            moved = Region(tuple(o + s for o, s in zip(common.offsets, shift, strict=True)), common.shape)
+            inside = moved.intersect(limit)
+            if inside is not None:
+                offset = sum(o * s for o, s in zip(common.offsets, stride, strict=True)) - start
+                views.append(View(inside, offset, stride))
+    return tuple(views)
 
 
 def zero_slice(numel: int, dp_size: int, dp: int) -> tuple[int, int]:

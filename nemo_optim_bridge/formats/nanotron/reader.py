@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -84,7 +85,7 @@ def is_nanotron(path: Path) -> bool:
     return (path / "model_config.json").is_file() and (path / "model").is_dir()
 
 
-def read_checkpoint(path: Path, vocab_size: int | None = None) -> NanotronCheckpoint:
+def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None) -> NanotronCheckpoint:
     """Read a checkpoint from its headers alone; no tensor data is read except ``step``.
 
     Args:
@@ -92,7 +93,7 @@ def read_checkpoint(path: Path, vocab_size: int | None = None) -> NanotronCheckp
 
     Raises CheckpointError (one of its kinds) with every problem found.
     """
-    root = resolve(path)
+    root = resolve(Path(path))
     if not is_nanotron(root):
         raise UnknownFormatError(
             "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,

@@ -63,7 +63,7 @@ class Reshard:
             ),
             "files_to_read": len({buffer.file for buffer in self.source.manifest.buffers}),
             "files_to_write": len(self.target.files),
-            "bytes_to_read": self.plan.num_bytes_read + Pairs.of_replicas(self.plan).num_bytes(),
+            "bytes_to_read": self._bytes_to_read(),
             "bytes_to_write": sum(file.nbytes for file in self.target.files),
             "pieces": self.plan.pieces,
             "replicas": len(self.plan.replicas),
@@ -71,6 +71,15 @@ class Reshard:
             "remarks": [*self.source.remarks, *self.target.remarks],
             "problems": list(self.source.problems),
         }
+
+    def _bytes_to_read(self) -> int:
+        """Return the bytes that ``run`` reads, each as often as it is read: checked, compared, and copied."""
+        num_bytes = self.plan.num_bytes_read
+        if self.options.check_crcs:
+            num_bytes += sum(path.stat().st_size for path in self.source.optimizer_files)
+        if self.options.replicas == "error":
+            num_bytes += 2 * Pairs.of_replicas(self.plan).num_bytes()
+        return num_bytes
 
     def run(self, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
         """Check the source's bytes, write the target, and rename it into place.

@@ -13,7 +13,7 @@ from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder,
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.config import target_documents
-from nemo_optim_bridge.formats.nanotron.dialects import Dialect
+from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, padded_vocab_size, shard_metadata, zero_slice
 from nemo_optim_bridge.formats.nanotron.names import (
     EMBEDDING,
@@ -69,14 +69,20 @@ def lay_out_target(source: NanotronCheckpoint, spec: TargetSpec) -> Target:
 def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeError]:
     """Yield why a model cannot be built at the target, before anything is laid out."""
     dialect, topology, facts = spec.dialect, spec.topology, source.facts
-    yield from facts.problems_at(topology.tp)
+    uncut = facts.problem_at(topology.tp) or _uneven_chunk(source, topology.tp)
+    if uncut is not None:
+        yield uncut
     if facts.family not in dialect.families and dialect is not source.dialect:
         yield TargetError(
             f"dialect {dialect.name} cannot build this model ({facts.family or 'of unknown family'})",
             hint=f"it builds {', '.join(dialect.families)}: keep the source's dialect {source.dialect.name}",
         )
     if source.tied and not dialect.ties:
-        yield TargetError(f"dialect {dialect.name} cannot tie the embedding and lm_head", hint="choose another dialect")
+        able = [name for name, other in DIALECTS.items() if other.ties and facts.family in other.families]
+        yield TargetError(
+            f"dialect {dialect.name} cannot tie the embedding and lm_head",
+            hint=f"choose from {', '.join(able or [source.dialect.name])}",
+        )
     if topology.ep > 1 and not dialect.expert_parallel:
         yield TargetError(f"dialect {dialect.name} cannot build expert parallel size {topology.ep}", hint="use --ep 1")
     elif topology.ep > 1 and facts.num_experts is None:
@@ -88,10 +94,14 @@ def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeEr
             "this revision of nanotron cannot train ZeRO-1 with weights of several dtypes (an fp32 router)",
             hint="use --zero 0",
         )
+
+
+def _uneven_chunk(source: NanotronCheckpoint, tp: int) -> BridgeError | None:
     for layout in source.layouts.values():
-        size = next((size for size in layout.chunks if size % topology.tp), None)
+        size = next((size for size in layout.chunks if size % tp), None)
         if size is not None and layout.experts is None and layout.fqn not in (EMBEDDING, LM_HEAD):
-            yield TargetError(f"tp {topology.tp} does not divide {size} rows or columns", key=layout.fqn)
+            return TargetError(f"tp {tp} does not divide {size} rows or columns", key=layout.fqn)
+    return None
 
 
 def _expert_problems(num_experts: int, intermediate_size: int, topology: Topology) -> Iterator[BridgeError]:
@@ -105,7 +115,12 @@ def _expert_problems(num_experts: int, intermediate_size: int, topology: Topolog
             hint=hint,
         )
     elif (num_experts // topology.ep * intermediate_size) % topology.tp:
-        yield TargetError(f"tp {topology.tp} does not divide the expert rows of a rank", hint="choose another --tp")
+        rows = num_experts // topology.ep * intermediate_size
+        valid = [tp for tp in range(1, topology.tp) if rows % tp == 0]
+        yield TargetError(
+            f"tp {topology.tp} does not divide the {rows} expert rows of a rank",
+            hint=f"choose tp from {', '.join(map(str, valid))}, or another ep",
+        )
 
 
 def _group_problems(source: NanotronCheckpoint, dialect: Dialect) -> Iterator[BridgeError]:
