@@ -123,8 +123,10 @@ def identify(path: Path) -> Identity:
     """
     try:
         status = path.stat()
+    except FileNotFoundError:
+        raise MissingSourceError("file is missing", path=path) from None
     except OSError as error:
-        raise MissingSourceError(f"cannot be read: {error.strerror}", path=path) from error
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=path) from error
     if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError("is not a regular file", path=path)
     return _identity(status)

@@ -705,7 +705,7 @@ DAMAGES: dict[str, tuple[str, Edit, str, tuple[str, ...]]] = {
     "weight file is a loop": (
         TP2,
         lambda root: ((root / WHOLE).unlink(), (root / WHOLE).symlink_to(root / WHOLE)),
-        MISSING,
+        CORRUPT,
         (WHOLE,),
     ),
     "optimizer file is a loop": (

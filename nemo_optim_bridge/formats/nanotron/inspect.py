@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
-from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 
 
 def inspect(checkpoint: NanotronCheckpoint) -> dict[str, Any]:

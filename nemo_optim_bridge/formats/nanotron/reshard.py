@@ -21,8 +21,9 @@ from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.survey import Survey, cold_findings, survey
 from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.errors import CorruptFileError, TargetError
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
-from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint, read_checkpoint, resolve
+from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
 from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec, lay_out_target
 from nemo_optim_bridge.formats.topology import Topology

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
-from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint
 
 
 def as_checkpoint(source: NanotronCheckpoint) -> Checkpoint:
