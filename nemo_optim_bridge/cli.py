@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,11 +48,37 @@ VocabSize = Annotated[
 
 def run(argv: Sequence[str]) -> int:
     """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(list(argv), prog_name="nemo-optim-bridge")
+        with _terminations_raised():
+            app(list(argv), prog_name="nemo-optim-bridge")
+            sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_OK
+    except OSError as error:
+        sys.stderr.write(f"error: the result cannot be printed: {error.strerror}\n")
+        return EXIT_REFUSED
     return EXIT_OK
+
+
+@contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP, a batch system's time limit, end the run like an interrupt: nothing is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -57,13 +87,24 @@ def _errors_reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except BridgeError as error:
-        typer.echo(f"error: {error}", err=True)
+        lines = [_printable(line) for line in str(error).split("\n")]
+        typer.echo("error: " + "\n".join(lines), err=True)
         if as_json:
             typer.echo(json.dumps({"error": type(error).__name__, "message": str(error)}))
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         typer.echo("error: interrupted; nothing was written", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
+    except Exception as error:
+        logging.getLogger(__name__).debug("unexpected error", exc_info=True)
+        what = f"{type(error).__name__}: {error}"
+        typer.echo(f"error: unexpected {_printable(what)}; nothing was written. Please report it", err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+
+
+def _printable(text: str) -> str:
+    """Return text with every control character spelled out: names in a checkpoint come from strangers."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _print_version(wanted: bool) -> None:
@@ -211,7 +252,7 @@ def diff(left: Left, right: Right, vocab_size: VocabSize = None, as_json: Json =
     else:
         _print_notes(remarks)
         for line in found.lines():
-            typer.echo(line)
+            typer.echo(_printable(line))
         typer.echo(_verdict(found))
     raise typer.Exit(EXIT_OK if found.same else EXIT_DIFFERENT)
 
@@ -243,7 +284,7 @@ def verify(
     else:
         _print_notes(remarks)
         for line in lines[:20]:
-            typer.echo(line)
+            typer.echo(_printable(line))
         if len(lines) > 20:
             typer.echo(f"... and {len(lines) - 20} more differences: see `nemo-optim-bridge diff`")
         typer.echo(verdict)
@@ -279,7 +320,7 @@ def _split(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise TargetError(f"--pp-split {text!r} is not a list of numbers", hint="write it like --pp-split 3,1")
     return tuple(map(int, parts))
 
@@ -293,7 +334,7 @@ def _print_result(found: Mapping[str, Any], as_json: bool) -> None:
 
 def _print_notes(remarks: Sequence[str]) -> None:
     for remark in remarks:
-        typer.echo(f"note: {remark}")
+        typer.echo(f"note: {_printable(remark)}")
 
 
 def _print_table(found: Mapping[str, Any]) -> None:
@@ -302,10 +343,12 @@ def _print_table(found: Mapping[str, Any]) -> None:
     for name, value in found.items():
         if name in ("remarks", "problems", "findings"):
             continue
-        typer.echo(f"{name:{width}}  {_shown(value)}")
+        typer.echo(
+            f"{name:{width}}  {_printable(_shown(value))}" if "\n" not in _shown(value) else f"{name}{_shown(value)}"
+        )
     for name, label in (("remarks", "note"), ("problems", "problem")):
         for line in found.get(name, ()):
-            typer.echo(f"{label}: {line}")
+            typer.echo(f"{label}: {_printable(line)}")
 
 
 def _shown(value: Any) -> str:

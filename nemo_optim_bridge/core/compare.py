@@ -139,7 +139,9 @@ def _merge(known: _Measure | None, new: _Measure) -> _Measure:
     return known[0] + new[0], worst[1], max(known[2], new[2]), worst[3]
 
 
-def require_equal_replicas(plan: Plan, team: Team, progress: Progress = ignore) -> int:
+def require_equal_replicas(
+    plan: Plan, team: Team, progress: Progress = ignore, open_store: Callable[[Manifest], Store] = FileStore.of
+) -> int:  # fmt: skip
     """Compare all replicas of a plan's source; return how many there are. Called by all members of a team.
 
     Raises ReplicaMismatchError that shows the largest absolute difference, where it is, and both files.
@@ -148,7 +150,7 @@ def require_equal_replicas(plan: Plan, team: Team, progress: Progress = ignore) 
     parts = [pairs.part(start, start + _PAIRS) for start in range(0, len(pairs), _PAIRS)]
 
     def make(report: Progress) -> Callable[[Pairs], Difference | None]:
-        store = FileStore.of(plan.source)
+        store = open_store(plan.source)
 
         def first_difference(part: Pairs) -> Difference | None:
             found = next(compare(part, store, store), None)
