@@ -102,6 +102,7 @@ class DistributedFusedAdamBridge(MegatronDistributedFusedAdam):
         check_together(facts, restore.arrived.saved_groups, self.param_groups, self.allow_cold_optimizer)
         super().load_state_dict(self._as_kept(restore))
         self.restore_report = self._report(restore, self._resync(restore.masters))
+        self._request = masters.Request(self.masters_from_weights)  # the next load may come another way
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.info(self.restore_report.summary())
 
