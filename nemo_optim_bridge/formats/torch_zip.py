@@ -110,12 +110,14 @@ class TorchFile:
 
 
 def read_torch_file(
-    path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None, fd: int | None = None
-) -> TorchFile:
+    path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None, fd: int | None = None,
+    opaque: bool = False,
+) -> TorchFile:  # fmt: skip
     """Index the ``.pt`` file at ``path``, or the one embedded at byte ``offset`` and ``nbytes`` long.
 
     Reads the directory, the record headers and the pickle, no tensors. Offsets in the result are absolute. ``fd`` is
-    an open descriptor of the same file, for indexing many embedded ones.
+    an open descriptor of the same file, for indexing many embedded ones. With ``opaque``, objects of unknown classes
+    become ``pickle_data.Opaque``.
 
     Raises CorruptFileError for a malformed archive, UnsafePickleError when the pickle names what is not data,
     UnknownFormatError for a file that is no zip archive or was written on a big-endian machine.
@@ -123,13 +125,13 @@ def read_torch_file(
     name = os.fspath(path)
     if fd is None:
         with Path(path).open("rb") as file:
-            return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno())
+            return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno(), opaque=opaque)
     size = os.fstat(fd).st_size
     if nbytes is None:
         nbytes = size - offset
     if offset < 0 or nbytes < 0 or offset + nbytes > size:
         raise CorruptFileError(f"file has {size} bytes; {nbytes} were expected at byte {offset}", path=name)
-    return _index(_Window(name, offset, nbytes, fd=fd))
+    return _index(_Window(name, offset, nbytes, fd=fd), opaque)
 
 
 def read_torch_bytes(data: bytes, *, path: str) -> TorchFile:
@@ -397,7 +399,7 @@ def _quote(name: bytes) -> str:
 # --- reading: the tree ----------------------------------------------------------------------------------------------
 
 
-def _index(window: _Window) -> TorchFile:
+def _index(window: _Window, opaque: bool = False) -> TorchFile:
     _, records = _read_records(window)
     if "constants.pkl" in records:
         raise UnknownFormatError("file is a TorchScript archive, not a checkpoint", path=window.path, hint=_RESAVE)
@@ -412,7 +414,9 @@ def _index(window: _Window) -> TorchFile:
             )  # fmt: skip
     pickled = window.read_exactly(records["data.pkl"].offset, records["data.pkl"].nbytes)
     rebuilder = _Rebuilder(records, window)
-    root = pickle_data.loads(pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage)
+    root = pickle_data.loads(
+        pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage, opaque=opaque
+    )
     return TorchFile(window.path, root, records, window.data)
 
 
