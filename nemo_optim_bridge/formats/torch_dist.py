@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeGuard, cast
 
 import numpy as np
 
@@ -227,7 +227,7 @@ class _Metadata(_Fields):
     __slots__ = ()
 
 
-def _is_ints(value: object) -> bool:
+def _is_ints(value: object) -> TypeGuard[tuple[int, ...]]:
     return type(value) is tuple and len(value) <= 64 and all(type(n) is int and n >= 0 for n in value)
 
 
@@ -235,7 +235,7 @@ def _size(*args: object) -> tuple[int, ...]:
     values = args[0] if args else ()
     if len(args) > 1 or type(values) not in (tuple, list):
         raise ValueError("torch.Size takes one tuple")
-    size = tuple(values)  # type: ignore[arg-type]
+    size: tuple[object, ...] = tuple(cast("tuple[object, ...]", values))
     if not _is_ints(size):
         raise ValueError("torch.Size holds something else than lengths")
     return size
@@ -312,9 +312,10 @@ def _places(places: dict[Any, Any], file: Path) -> dict[tuple[str, tuple[int, ..
         if not isinstance(index, _Index) or not isinstance(info, _Storage):
             raise CorruptFileError(f"{_METADATA} places something that is no stored item", path=file)
         name, offset, length = (info.fields.get(field) for field in ("relative_path", "offset", "length"))
-        if type(name) is not str or not _is_ints((offset, length)) or not _is_inside(name):
+        place = (offset, length)
+        if type(name) is not str or not _is_ints(place) or not _is_inside(name):
             raise CorruptFileError(f"{_METADATA} has a malformed place", path=file, key=index.fields["fqn"])
-        where[index.fields["fqn"], index.fields.get("offset")] = (name, int(offset or 0), int(length or 0))
+        where[index.fields["fqn"], index.fields.get("offset")] = (name, place[0], place[1])
     return where
 
 
@@ -329,13 +330,14 @@ def _tensor(
     size, chunks, properties = (entry.fields.get(name) for name in ("size", "chunks", "properties"))
     if not _is_ints(size) or not isinstance(chunks, list) or not isinstance(properties, _Properties):
         raise CorruptFileError("tensor metadata is malformed", path=file, key=key)
-    shape: tuple[int, ...] = size  # type: ignore[assignment]
+    shape = size
     stored = []
     for chunk in chunks:
-        offsets, sizes = (chunk.fields.get(name) for name in ("offsets", "sizes")) if _is_chunk(chunk) else (None, None)
-        if not _is_ints(offsets) or not _is_ints(sizes) or len(offsets) != len(sizes) or len(sizes) != len(shape):  # type: ignore[arg-type]
+        fields = chunk.fields if isinstance(chunk, _Chunk) else {}
+        offsets, sizes = fields.get("offsets"), fields.get("sizes")
+        if not _is_ints(offsets) or not _is_ints(sizes) or len(offsets) != len(sizes) or len(sizes) != len(shape):
             raise CorruptFileError("chunk metadata is malformed", path=file, key=key)
-        region = Region(offsets, sizes)  # type: ignore[arg-type]
+        region = Region(offsets, sizes)
         if any(stop > length for stop, length in zip(region.stops, shape, strict=True)):
             raise ContradictionError(
                 f"chunk lies outside the tensor's shape {shape}", path=file, key=key, region=region
@@ -345,10 +347,6 @@ def _tensor(
             raise MissingSourceError("chunk is stored nowhere", path=file, key=key, region=region)
         stored.append(Chunk(region, *place))
     return DistTensor(key, shape, properties.dtype, tuple(stored))
-
-
-def _is_chunk(value: object) -> bool:
-    return isinstance(value, _Chunk)
 
 
 # ------------------------------------------------------------------------------------------------------- common.pt

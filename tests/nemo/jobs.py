@@ -8,7 +8,7 @@ import queue
 import zlib
 from typing import Any
 
-import classes
+import nemo_classes
 import torch
 import torch.distributed as dist
 from apex.optimizers import FusedAdam
@@ -178,7 +178,7 @@ def make_distributed(model: GPTModel, cls: str = "bridge", reverse: bool = False
         **TARGET, "bucket_cap_mb": 0.02, "contiguous_grad_buffer": True, "dtype": torch.float32,
         "param_sync_dtype": torch.bfloat16, "store_params": False, "store_param_remainders": True, **options,
     }  # fmt: skip
-    optimizer = classes.get(cls)(groups_of(model, reverse), **arguments)
+    optimizer = nemo_classes.get(cls)(groups_of(model, reverse), **arguments)
     optimizer.init_params(list(reversed(list(model.parameters()))))
     return optimizer
 
@@ -319,7 +319,7 @@ def resume(
         return {"error": f"{type(error).__name__}: {error}", "stage": "ask"}
     except BaseException as error:  # torch's CheckpointException derives from BaseException
         return {"error": f"{type(error).__name__}: {error}", "stage": "ask"}
-    classes.HARM[harm](state)
+    nemo_classes.HARM[harm](state)
     before = fingerprint(model, optimizer)
     try:
         optimizer.load_state_dict(state)

@@ -1,7 +1,7 @@
 """Real NeMo optimizers, a real megatron-core model and real distributed checkpoints, in forked gloo processes on CPU.
 
 ``Rig`` starts one process that imports everything once; every job is forked from it, one process a rank.
-Jobs are the functions of ``jobs.py``, named by their name.
+Jobs are the functions of ``nemo_jobs.py``, named by their name.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _serve(connection: Any) -> None:
     for stream in (1, 2):  # NeMo and megatron-core warn on every rank of every job; errors come back as text
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     prepare_process()
-    import jobs
+    import nemo_jobs
 
     while (request := connection.recv()) is not None:
         name, world, arguments = request
         try:
-            connection.send(_run(getattr(jobs, name), world, arguments))
+            connection.send(_run(getattr(nemo_jobs, name), world, arguments))
         except Exception:
             connection.send([("failed", traceback.format_exc())])
 

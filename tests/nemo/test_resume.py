@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import assemble, differences
+from nemo_checks import assemble, differences
 
 pytestmark = pytest.mark.nemo
 

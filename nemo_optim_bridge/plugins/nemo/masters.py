@@ -68,7 +68,8 @@ def spell(state_dict: Any, style: str, request: Request | None) -> None:
 
 
 def _model_key(entry: Any) -> str:
-    return next(entry.key[len(prefix) :] for prefix in MASTER_PREFIXES if entry.key.startswith(prefix))
+    key: str = entry.key
+    return next(key[len(prefix) :] for prefix in MASTER_PREFIXES if key.startswith(prefix))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
