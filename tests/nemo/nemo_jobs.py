@@ -350,3 +350,54 @@ def fused(
     if save_to:
         save(save_to, model, fused_sharded(model, optimizer), steps)
     return fused_result(model, optimizer)
+
+
+def resume_by_strategy(
+    path: str, wheel: str, tp: int = 1, moe: bool = True, cls: str = "bridge", save_to: str = "", strict: Any = None,
+    reverse: bool = False, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Resume, and save when asked, through the methods that NeMo 2.4.1's NLPDDPStrategy and checkpoint IO have."""
+    from nemo_strategy import make_strategy
+
+    start(tp)
+    model = build(moe, tp)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = make_distributed(model, cls, reverse, **options)
+    strategy = make_strategy(wheel, model, optimizer, strict)
+    try:
+        loaded = strategy.load_checkpoint(path)
+        weights = {key.removeprefix("model."): value for key, value in loaded["state_dict"].items()}
+        model.load_state_dict(weights, strict=False)
+        optimizer.load_state_dict(loaded["optimizer_states"][0])
+    except BaseException as error:  # torch's CheckpointException derives from BaseException
+        return {"error": f"{type(error).__name__}: {error}"}
+    if save_to:
+        checkpoint = {"lr_schedulers": [], "optimizer_states": [optimizer.state_dict()]}
+        strategy.save_checkpoint({**checkpoint, "sharded_state_dict": sharded_model(model)}, save_to)
+        dist.barrier()
+    return distributed_result(model, optimizer)
+
+
+def resume_with_one_argument(path: str) -> dict[str, Any]:
+    """Resume where the base class's ``sharded_state_dict`` takes the model's state only, as in NeMo 1.23."""
+    from nemo.core.optim.distributed_adam import MegatronDistributedFusedAdam
+
+    original = MegatronDistributedFusedAdam.sharded_state_dict
+
+    def old(self, model_sharded_state_dict):
+        return original(self, model_sharded_state_dict)
+
+    MegatronDistributedFusedAdam.sharded_state_dict = old
+    start()
+    model = build()
+    optimizer = make_distributed(model)
+    request = {
+        "state_dict": sharded_model(model),
+        "optimizer_states": [optimizer.sharded_state_dict(sharded_model(model))],
+    }
+    loaded = dist_checkpointing.load(sharded_state_dict=request, checkpoint_dir=path)
+    weights = {key.removeprefix("model."): value for key, value in loaded["state_dict"].items()}
+    model.load_state_dict(weights, strict=False)
+    optimizer.load_state_dict(loaded["optimizer_states"][0])
+    return distributed_result(model, optimizer)

@@ -313,3 +313,8 @@ def test_a_capturable_optimizer_keeps_step_and_rate_as_tensors(rig, fixture):
     options = {"capturable": True, "store_params": True, "store_param_remainders": False}
     (result,) = rig.run("resume", 1, path=path, steps=1, **options)
     assert result["step"] == 4
+
+
+def test_base_classes_that_take_one_argument_work_as_well(rig, fixture):
+    source = fixture("dist_moe_stock_keys")
+    check(rig.run("resume_with_one_argument", 1, path=source.path), source)
