@@ -401,3 +401,32 @@ def resume_with_one_argument(path: str) -> dict[str, Any]:
     model.load_state_dict(weights, strict=False)
     optimizer.load_state_dict(loaded["optimizer_states"][0])
     return distributed_result(model, optimizer)
+
+
+def plain(steps: int = 3, save_to: str = "", dtype: str = "float32") -> dict[str, Any]:
+    """Train fused_adam without NeMo's wrapper: the weights are the masters, the state has moments only."""
+    start()
+    model = build(dtype=getattr(torch, dtype))
+    initialize(model)
+    optimizer = FusedAdam(groups_of(model), **SOURCE)
+    entries = sharded_of(model)
+    for step in range(1, 1 + steps):
+        for parameter in model.parameters():
+            parameter.grad = gradient(entries[id(parameter)], step).to(parameter.dtype)
+        optimizer.step()
+    state = optimizer.state_dict()
+    optim_state_to_sharding_state(
+        state, get_param_id_to_sharded_param_map(sharded_model(model), model_order(optimizer))
+    )
+    save(save_to, model, state, steps)
+    boxes = []
+    for parameter in model.parameters():
+        found = optimizer.state[parameter]
+        for name, value in (("fp32_param", parameter), *((n, found[n]) for n in ("exp_avg", "exp_avg_sq"))):
+            boxes += pieces(entries[id(parameter)], value, name)
+    return {"boxes": boxes}
+
+
+def model_order(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the optimizer's parameters in its own order."""
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
