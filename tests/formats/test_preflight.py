@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_optim_bridge.errors import TargetError, UnknownFormatError
-from nemo_optim_bridge.formats.preflight import preflight
+from nemo_optim_bridge.formats.torch_dist.preflight import preflight
 
 torch = pytest.importorskip("torch")  # to write damaged common.pt files; the reader needs none
 

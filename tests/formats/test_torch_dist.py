@@ -74,7 +74,7 @@ def test_chunks_hold_the_values(tmp_path):
 
 def test_no_framework_and_no_torch_is_imported():
     code = (
-        "import sys; from nemo_optim_bridge.formats.preflight import preflight; preflight(sys.argv[1]);"
+        "import sys; from nemo_optim_bridge.formats.torch_dist.preflight import preflight; preflight(sys.argv[1]);"
         "bad = {'torch', 'nemo', 'megatron', 'apex'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code, str(DATA / "fused_dense" / "ckpt")], check=True)
