@@ -90,8 +90,12 @@ def base_model(nemo):
         exec(decide, {}, {"self": self, "cfg": cfg})
         self._validate_and_override_config()
 
+    def setup_optimization(self):
+        return "set up"
+
     module = types.ModuleType(alias._BASE_MODEL)
-    module.MegatronBaseModel = type("MegatronBaseModel", (), {**found, "__init__": __init__})
+    own = {**found, "__init__": __init__, "setup_optimization": setup_optimization}
+    module.MegatronBaseModel = type("MegatronBaseModel", (), own)
     return module
 
 
@@ -113,11 +117,25 @@ def test_the_model_takes_the_distributed_path(base_model):
         assert model.cfg.optim.name == name  # what is saved keeps its name
 
 
+def test_a_model_that_hides_the_hook_is_refused(base_model):
+    alias.HOOKS[alias._BASE_MODEL](base_model)
+    model = type("Own", (base_model.MegatronBaseModel,), {"_validate_and_override_config": lambda self: None})
+    with pytest.raises(TargetError, match="Own"):
+        model(config(alias.BRIDGE_NAME)).setup_optimization()
+    assert model(config("fused_adam")).setup_optimization() == "set up"
+    assert base_model.MegatronBaseModel(config(alias.BRIDGE_NAME)).setup_optimization() == "set up"
+
+
 def test_hooks_twice_are_hooks_once(base_model):
     alias.HOOKS[alias._BASE_MODEL](base_model)
     once = base_model.MegatronBaseModel._validate_and_override_config
     alias.HOOKS[alias._BASE_MODEL](base_model)
     assert base_model.MegatronBaseModel._validate_and_override_config is once
+
+
+@pytest.mark.parametrize("module", alias.HOOKS)
+def test_a_nemo_without_these_classes_is_left_alone(module):
+    alias.HOOKS[module](types.ModuleType(module))
 
 
 def test_without_the_hooks_the_optimizer_refuses(base_model, monkeypatch):

@@ -138,7 +138,7 @@ def test_hydra_alone_does_not_import_nemo(python):
     python(code + "assert 'hydra_plugins.nemo_optim_bridge_plugin' in sys.modules")
 
 
-def test_opting_out(python):
+def test_opting_out_and_registering_by_hand(python):
     code = STAND_IN + textwrap.dedent("""
         import lightning.pytorch as pl
         pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)
@@ -147,24 +147,14 @@ def test_opting_out(python):
         import nemo_optim_bridge.plugins.nemo as plugin
         plugin.register()
         assert 'distributed_fused_adam_bridge' in AVAILABLE_OPTIMIZERS
+        # and the parameters for args: {name: auto} are the class's own
+        from nemo.core.optim.optimizers import parse_optimizer_args
+        name = AVAILABLE_OPTIMIZERS['distributed_fused_adam_bridge'].__name__
+        known = parse_optimizer_args(name, {'name': 'auto', 'params': {'lr': 1e-3, 'fp32_key_style': 'stock'}})
+        assert known['fp32_key_style'] == 'stock' and known['hyperparameters'] == 'checkpoint', known
+        assert 'amsgrad' not in known
         """)
     python(code, NEMO_OPTIM_BRIDGE_DISABLE="1")
-
-
-def test_auto_arguments_are_the_classes_own(python):
-    python(
-        STAND_IN
-        + textwrap.dedent("""
-            import nemo_optim_bridge.plugins.nemo as plugin
-            plugin.register()
-            from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS, parse_optimizer_args
-            cls = AVAILABLE_OPTIMIZERS['distributed_fused_adam_bridge']
-            asked = {'name': 'auto', 'params': {'lr': 1e-3, 'fp32_key_style': 'stock'}}
-            known = parse_optimizer_args(cls.__name__, asked)
-            assert known['fp32_key_style'] == 'stock' and known['hyperparameters'] == 'checkpoint', known
-            assert 'amsgrad' not in known
-            """)
-    )
 
 
 def test_what_is_missing_is_said(python):
