@@ -13,7 +13,7 @@ from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder,
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 
 
 def whole_tensors(source: Manifest) -> Manifest:

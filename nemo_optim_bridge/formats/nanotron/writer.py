@@ -9,9 +9,15 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
+from nemo_optim_bridge.formats.nanotron.checkpoint import (
+    NanotronCheckpoint,
+    is_row_bias,
+    zero_config_entry,
+)
 from nemo_optim_bridge.formats.nanotron.config import target_documents
 from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, padded_vocab_size, shard_metadata, zero_slice
@@ -26,13 +32,6 @@ from nemo_optim_bridge.formats.nanotron.names import (
 )
 from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
 from nemo_optim_bridge.formats.nanotron.pipeline import split_as_given, split_by_cost
-from nemo_optim_bridge.formats.nanotron.reader import (
-    MASTER,
-    WEIGHT,
-    NanotronCheckpoint,
-    is_row_bias,
-    zero_config_entry,
-)
 from nemo_optim_bridge.formats.nanotron.scheduler import scheduler_files
 from nemo_optim_bridge.formats.safetensors_header import format_header
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
