@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,10 @@ from nemo_optim_bridge.core.region import Region, contiguous_stride
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, raise_all
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+#: No tensor or buffer holds more, in elements or bytes: float64 counts it exactly and int64 sums of it do not wrap.
+LARGEST = 2**53
 
 #: Bytes per element of every dtype that a checkpoint may hold; names are torch's.
 ITEMSIZE: Mapping[str, int] = {
@@ -145,6 +150,17 @@ class Manifest:
         """Return the row of every tensor by its key."""
         return {spec.key: row for row, spec in enumerate(self.tensors)}
 
+    def sizes(self, max_ndim: int) -> IntArray:
+        """Return the shapes of all tensors as (tensors, max_ndim), with leading ones."""
+        sizes = np.ones((len(self.tensors), max_ndim), np.int64)
+        by_ndim: dict[int, list[int]] = {}
+        for row, spec in enumerate(self.tensors):
+            by_ndim.setdefault(len(spec.shape), []).append(row)
+        for ndim, rows in by_ndim.items():
+            if ndim:
+                sizes[rows, max_ndim - ndim :] = [self.tensors[row].shape for row in rows]
+        return sizes
+
 
 class ManifestBuilder:
     """Collect tensors, buffers and shards; ``build`` validates them all, lists every problem, and raises once."""
@@ -157,15 +173,21 @@ class ManifestBuilder:
         self._fixed = array("q")  # tensor, rank, buffer, storage_offset per shard
         self._dims: dict[int, tuple[array[int], array[int]]] = {}  # ndim -> (shard numbers, offsets+shape+stride)
         self._problems: list[BridgeError] = []
+        self._broken_tensors: set[int] = set()  # reported already: their shards are not looked at
+        self._broken_buffers: set[int] = set()
 
     def tensor(self, key: TensorKey, shape: Sequence[int], dtype: str) -> int:
         """Declare a global tensor, or look it up again; a different shape or dtype is a contradiction."""
         spec = TensorSpec(key, tuple(shape), dtype)
         row = self._rows.setdefault(key, len(self._specs))
         if row == len(self._specs):
+            if problem := _spec_problem(spec):
+                self._problems.append(problem)
+                self._broken_tensors.add(row)
+                spec = TensorSpec(key, (), dtype)
             self._specs.append(spec)
             self._max_ndim = max(self._max_ndim, len(spec.shape))
-        elif self._specs[row] != spec:
+        elif self._specs[row] != spec and row not in self._broken_tensors:
             known = self._specs[row]
             self._problems.append(
                 ContradictionError(f"declared as {known.dtype} {known.shape} and as {spec.dtype} {spec.shape}", key=key)
@@ -174,23 +196,42 @@ class ManifestBuilder:
 
     def buffer(self, file: str, offset: int, nbytes: int, dtype: str) -> int:
         """Declare a run of bytes and return its number."""
-        self._buffers.append(Buffer(file, offset, nbytes, dtype))
-        return len(self._buffers) - 1
+        row = len(self._buffers)
+        buffer = Buffer(file, offset, nbytes, dtype)
+        if problem := _buffer_problem(buffer):
+            self._problems.append(problem)
+            self._broken_buffers.add(row)
+            buffer = Buffer(file, 0, 0, "uint8")
+        self._buffers.append(buffer)
+        return row
 
     def shard(
         self, tensor: int, region: Region, rank: int, buffer: int, storage_offset: int = 0,
         stride: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Add one box; ``stride`` defaults to row-major over the region. Empty boxes are dropped."""
-        if not region.numel:
+        """Add one box; ``stride`` defaults to row-major over the region. Empty boxes are dropped.
+
+        Raises IndexError when ``tensor`` or ``buffer`` is not a number that this builder gave.
+        """
+        if not (0 <= tensor < len(self._specs) and 0 <= buffer < len(self._buffers)):
+            raise IndexError(f"no tensor {tensor} or no buffer {buffer}")
+        if not region.numel or tensor in self._broken_tensors or buffer in self._broken_buffers:
             return
-        ndim = len(region.shape)
-        numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
-        numbers.append(len(self._fixed) // 4)
-        self._fixed.extend((tensor, rank, buffer, storage_offset))
-        dims.extend(region.offsets)
-        dims.extend(region.shape)
-        dims.extend(contiguous_stride(region.shape) if stride is None else stride)
+        if stride is None:
+            stride = contiguous_stride(region.shape)
+        ndim = len(self._specs[tensor].shape)
+        if not len(stride) == len(region.shape) == ndim:
+            problem = f"box, or stride {tuple(stride)}, has not the tensor's {ndim} dimensions"
+        elif max(map(abs, (rank, storage_offset, *region.stops, *stride))) > LARGEST:
+            problem = f"storage offset {storage_offset} or stride {tuple(stride)} is too large"
+        else:
+            numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
+            numbers.append(len(self._fixed) // 4)
+            self._fixed.extend((tensor, rank, buffer, storage_offset))
+            dims.extend((*region.offsets, *region.shape, *stride))
+            return
+        key, path = self._specs[tensor].key, self._buffers[buffer].file
+        self._problems.append(ContradictionError(problem, path=path, key=key, region=region, rank=rank))
 
     def build(self, param_groups: Sequence[ParamGroup] = (), steps: Mapping[str, float] | None = None) -> Manifest:
         """Return the manifest; raises ContradictionError with every problem found."""
@@ -206,40 +247,64 @@ class ManifestBuilder:
         specs = tuple(self._specs)
         table = ShardTable(specs, *(fixed[:, i].copy() for i in range(4)), *columns)
         manifest = Manifest(specs, table, tuple(self._buffers), tuple(param_groups), dict(steps or {}))
-        raise_all([*self._problems, *_problems(manifest, self._dims)])
+        raise_all([*self._problems, *_problems(manifest)])
         return manifest
 
 
-def _problems(manifest: Manifest, dims: Mapping[int, tuple[array[int], array[int]]]) -> Iterator[BridgeError]:
-    """Yield what is wrong with a manifest: boxes outside their tensor, views outside their buffer."""
+def _spec_problem(spec: TensorSpec) -> ContradictionError | None:
+    """Return what is wrong with a tensor's declaration, if anything is."""
+    if any(size < 0 for size in spec.shape):
+        return ContradictionError(f"negative size in shape {spec.shape}", key=spec.key)
+    if prod(max(size, 1) for size in spec.shape) > LARGEST:
+        return ContradictionError(f"shape {spec.shape} has more than 2**53 elements", key=spec.key)
+    if spec.dtype not in ITEMSIZE:
+        return ContradictionError(f"unknown dtype {spec.dtype}", key=spec.key)
+    return None
+
+
+def _buffer_problem(buffer: Buffer) -> ContradictionError | None:
+    """Return what is wrong with a buffer's declaration, if anything is."""
+    if buffer.dtype not in ITEMSIZE:
+        return ContradictionError(f"unknown dtype {buffer.dtype}", path=buffer.file)
+    if not (0 <= buffer.offset <= LARGEST and 0 <= buffer.nbytes <= LARGEST):
+        return ContradictionError(f"no file has {buffer.nbytes} bytes at {buffer.offset}", path=buffer.file)
+    return None
+
+
+def _problems(manifest: Manifest) -> Iterator[BridgeError]:
+    """Yield what is wrong with a manifest's shards: boxes outside their tensor, views outside their buffer."""
     table = manifest.shards
     if not len(table):
         return
-    ndims = np.array([len(spec.shape) for spec in manifest.tensors])
-    for ndim, (numbers, _) in dims.items():
-        rows = np.frombuffer(numbers, dtype=np.int64)
-        for row in rows[ndims[table.tensor[rows]] != ndim][:20]:
-            yield ContradictionError("box and tensor differ in dimensions", key=manifest.tensors[table.tensor[row]].key)
-            return
-    limits = np.ones((len(manifest.tensors), table.shape.shape[1]), np.int64)
-    for row, spec in enumerate(manifest.tensors):
-        if spec.shape:
-            limits[row, -len(spec.shape) :] = spec.shape
-    outside: npt.NDArray[np.bool_] = ((table.offsets < 0) | (table.offsets + table.shape > limits[table.tensor])).any(
-        axis=1
-    )
-    itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in manifest.buffers])
-    capacity = np.array([buffer.nbytes for buffer in manifest.buffers]) // itemsize
-    last = table.storage_offset + ((table.shape - 1) * table.stride).sum(axis=1)
-    overrun: npt.NDArray[np.bool_] = (
-        (table.stride < 0).any(axis=1) | (table.storage_offset < 0) | (last >= capacity[table.buffer])
-    )
-    for row in np.flatnonzero(outside | overrun):
-        shard = table[int(row)]
-        spec = manifest.tensors[table.tensor[row]]
-        problem = (
-            f"box lies outside the tensor's shape {spec.shape}" if outside[row] else "view reaches past its buffer"
-        )
-        yield ContradictionError(
-            problem, path=manifest.buffers[shard.buffer].file, key=shard.key, region=shard.region, rank=shard.rank
-        )
+    outside, overrun = _outside(manifest), _overrun(manifest)
+    negative: BoolArray = np.any(table.stride < 0, axis=1)
+    for row in np.flatnonzero(outside | negative | overrun).tolist():
+        shard, spec = table[row], manifest.tensors[table.tensor[row]]
+        buffer = manifest.buffers[shard.buffer]
+        for wrong, problem in (
+            (outside[row], f"box lies outside the tensor's shape {spec.shape}"),
+            (negative[row], f"negative stride {shard.stride}"),
+            (overrun[row], f"view reaches past its buffer of {buffer.nbytes} bytes of {buffer.dtype}"),
+        ):
+            if wrong:
+                yield ContradictionError(problem, path=buffer.file, key=shard.key, region=shard.region, rank=shard.rank)
+
+
+def _outside(manifest: Manifest) -> BoolArray:
+    """Tell which boxes are not within their tensor."""
+    table = manifest.shards
+    sizes = manifest.sizes(table.shape.shape[1])
+    outside = np.zeros(len(table), np.bool_)
+    for dim in range(sizes.shape[1]):
+        outside |= table.offsets[:, dim] + table.shape[:, dim] > sizes[table.tensor, dim]
+    return outside
+
+
+def _overrun(manifest: Manifest) -> BoolArray:
+    """Tell which views begin before their buffer or reach past its end."""
+    table = manifest.shards
+    capacity = np.array([buffer.nbytes // ITEMSIZE[buffer.dtype] for buffer in manifest.buffers], np.int64)
+    last = table.storage_offset.astype(np.float64)  # where int64 would wrap
+    for dim in range(table.shape.shape[1]):
+        last += (table.shape[:, dim] - 1) * table.stride[:, dim].astype(np.float64)
+    return (table.storage_offset < 0) | (last >= capacity[table.buffer])

@@ -58,16 +58,15 @@ class Region:
         for dim, (start, stop) in enumerate(zip(common.offsets, common.stops, strict=True)):
             for a, b in ((offsets[dim], start), (stop, stops[dim])):
                 if a < b:
-                    box = [*offsets[:dim], a, *offsets[dim + 1 :]]
-                    size = [*(t - o for o, t in zip(offsets, stops, strict=True))]
-                    size[dim] = b - a
-                    rest.append(Region(tuple(box), tuple(size)))
+                    shape = [t - o for o, t in zip(offsets, stops, strict=True)]
+                    shape[dim] = b - a
+                    rest.append(Region((*offsets[:dim], a, *offsets[dim + 1 :]), tuple(shape)))
             offsets[dim], stops[dim] = start, stop
         return tuple(rest)
 
     def split(self, dim: int, num_parts: int) -> tuple[Region, ...]:
         """Return equal parts along ``dim``; raises ValueError when ``num_parts`` does not divide it."""
-        size, rest = divmod(self.shape[dim], num_parts)
+        size, rest = divmod(self.shape[dim], num_parts) if num_parts > 0 else (0, 1)
         if rest:
             raise ValueError(f"{num_parts} parts do not divide dimension {dim} of {self}")
         return tuple(
@@ -99,24 +98,19 @@ def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Reg
         return ()
     if not shape:
         return (Region((), ()),)
-    row = prod(shape[1:])
-    first, last = start // row, stop // row  # last: the row of ``stop`` itself, whole rows end before it
     inner = shape[1:]
+    row = prod(inner)
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
 
-    def rows(index: int, count: int) -> Region:
-        return Region((index, *(0,) * len(inner)), (count, *inner))
-
-    def part(index: int, a: int, b: int) -> tuple[Region, ...]:
-        return tuple(Region((index, *box.offsets), (1, *box.shape)) for box in flat_range_boxes(inner, a, b))
+    def part(index: int, start: int, stop: int) -> tuple[Region, ...]:
+        boxes = flat_range_boxes(inner, start, stop)
+        return tuple(Region((index, *box.offsets), (1, *box.shape)) for box in boxes)
 
     if first == last:
-        return part(first, start - first * row, stop - first * row)
-    boxes: list[Region] = []
-    if start > first * row:
-        boxes.extend(part(first, start - first * row, row))
-        first += 1
-    if last > first:
-        boxes.append(rows(first, last - first))
-    if stop > last * row:
-        boxes.extend(part(last, 0, stop - last * row))
-    return tuple(boxes)
+        return part(first, head, tail)
+    before = part(first, head, row) if head else ()
+    after = part(last, 0, tail) if tail else ()
+    first += bool(head)
+    whole = (Region((first, *(0,) * len(inner)), (last - first, *inner)),) if first < last else ()
+    return (*before, *whole, *after)

@@ -1,0 +1,157 @@
+"""Compare boxes of two manifests bit for bit, wherever and however they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_optim_bridge.core.gather import Gatherer, aligned_buffer, bounded_boxes, unsigned
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
+from nemo_optim_bridge.core.plan import Plan
+from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.store import Store
+from nemo_optim_bridge.errors import ReplicaMismatchError
+
+_BLOCK_BYTES = 1 << 20
+Columns = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two copies of a box differ: how many elements, by how much at most (None: not comparable), and where first.
+
+    ``max_abs`` is at global index ``position``; ``left_file`` and ``right_file`` hold the first differing box.
+    """
+
+    key: TensorKey
+    num_elements: int
+    max_abs: float | None
+    position: tuple[int, ...]
+    left_file: str
+    right_file: str
+    left_rank: int
+    right_rank: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Boxes to compare, as columns: shard rows on both sides, and the common box in global elements."""
+
+    left: Manifest
+    right: Manifest
+    left_rows: Columns
+    right_rows: Columns
+    offsets: Columns
+    shape: Columns
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Pairs:
+        """Pair every target box of a plan with the source box that it would be filled from."""
+        return cls(plan.source, plan.target, plan.source_rows, plan.target_rows, plan.offsets, plan.shape)
+
+    @classmethod
+    def of_replicas(cls, plan: Plan) -> Pairs:
+        """Pair every replica in a plan's source with the copy that the plan reads."""
+        primary, replica = plan.replicas[:, 0], plan.replicas[:, 1]
+        table = plan.source.shards
+        return cls(plan.source, plan.source, primary, replica, table.offsets[primary], table.shape[primary])
+
+    def num_bytes(self) -> int:
+        """Bytes of the right side."""
+        itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in self.right.buffers], np.int64)
+        return int((self.shape.prod(axis=1) * itemsize[self.right.shards.buffer[self.right_rows]]).sum())
+
+
+def compare(pairs: Pairs, left: Store, right: Store) -> Iterator[Difference]:
+    """Yield one difference for every box whose two copies do not have the same bits."""
+    block = aligned_buffer(2 * _BLOCK_BYTES)
+    sides = (pairs.left, left, pairs.left_rows), (pairs.right, right, pairs.right_rows)
+    gatherers = [Gatherer(left), Gatherer(right)]
+    for pair in range(len(pairs.left_rows)):
+        views = []
+        for manifest, _, rows in sides:
+            shard = manifest.shards[int(rows[pair])]
+            pad = pairs.offsets.shape[1] - len(shard.region.shape)
+            offsets = tuple(pairs.offsets[pair, pad:].tolist())
+            shape = tuple(pairs.shape[pair, pad:].tolist())
+            start = shard.storage_offset + sum(
+                (o - p) * s for o, p, s in zip(offsets, shard.region.offsets, shard.stride, strict=True)
+            )
+            views.append((shard, start))
+        dtype = pairs.left.tensors[pairs.left.shards.tensor[pairs.left_rows[pair]]].dtype
+        difference = None
+        for inner, size in bounded_boxes(shape, _BLOCK_BYTES // ITEMSIZE[dtype]):
+            arrays = []
+            for side, (shard, start) in enumerate(views):
+                array = np.ndarray(size, unsigned(dtype), block.data, side * _BLOCK_BYTES)
+                run = sides[side][0].buffers[shard.buffer]
+                moved = start + sum(i * s for i, s in zip(inner, shard.stride, strict=True))
+                gatherers[side].gather(array, dtype, shard.buffer, run.dtype, moved, shard.stride)
+                arrays.append(array)
+            if not np.array_equal(arrays[0], arrays[1]):
+                origin = tuple(o + i for o, i in zip(offsets, inner, strict=True))
+                difference = _merge(difference, *_measure(arrays[0], arrays[1], dtype, origin))
+        if difference is not None:
+            count, largest, position = difference
+            (one, _), (two, _) = views
+            yield Difference(
+                one.key, count, largest, position, pairs.left.buffers[one.buffer].file,
+                pairs.right.buffers[two.buffer].file, one.rank, two.rank,
+            )  # fmt: skip
+
+
+_Measure = tuple[int, float | None, tuple[int, ...]]
+
+
+def _measure(left: Columns, right: Columns, dtype: str, origin: tuple[int, ...]) -> _Measure:
+    """Return how many elements differ, the largest absolute difference, and its global index."""
+    differs = left != right
+    a, b = (as_floats(side, dtype) for side in (left, right))
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.where(differs, np.abs(a - b), -1.0)
+    distance = np.where(np.isnan(distance), np.inf, distance)
+    place = np.unravel_index(int(distance.argmax()), left.shape) if left.shape else ()
+    position = tuple(o + int(i) for o, i in zip(origin, place, strict=True))
+    return int(differs.sum()), float(distance.max()), position
+
+
+def _merge(known: _Measure | None, *new: Any) -> _Measure:
+    count, largest, position = new
+    if known is None:
+        return count, largest, position
+    if known[1] is not None and known[1] >= largest:
+        return known[0] + count, known[1], known[2]
+    return known[0] + count, largest, position
+
+
+def as_floats(bits: Columns, dtype: str) -> npt.NDArray[np.float64]:
+    """Return the values of elements given as unsigned bits."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    if dtype.startswith("float8"):
+        return bits.astype(np.float64)
+    return bits.view(np.dtype(dtype)).astype(np.float64)
+
+
+def require_equal_replicas(plan: Plan, store: Store) -> int:
+    """Compare all replicas of a plan's source; return how many there are.
+
+    Raises ReplicaMismatchError that shows the largest absolute difference, where it is, and both files.
+    """
+    pairs = Pairs.of_replicas(plan)
+    for found in compare(pairs, store, store):
+        raise ReplicaMismatchError(
+            f"copies differ in {found.num_elements} elements, by up to {found.max_abs:g} at {list(found.position)}; "
+            f"the other copy is rank {found.left_rank}'s in {found.left_file}",
+            path=found.right_file, key=found.key, region=_box(found.position), rank=found.right_rank,
+            hint="find out which copy is right; --replicas lowest-rank takes the lowest rank's",
+        )  # fmt: skip
+    return len(pairs.left_rows)
+
+
+def _box(position: tuple[int, ...]) -> Region:
+    return Region(position, (1,) * len(position))

@@ -1,0 +1,149 @@
+"""Run a plan into live torch tensors, on the CPU or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from nemo_optim_bridge.core.gather import STAGING_BYTES, Gatherer, bounded_boxes, unsigned
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.plan import Plan, make_plan
+from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.store import FileStore, Store
+from nemo_optim_bridge.errors import TargetError, raise_all
+
+if TYPE_CHECKING:
+    import torch
+
+
+def merge_tensors(
+    source: Manifest, keys: Iterable[TensorKey] | None = None, *, device: str | torch.device = "cpu"
+) -> dict[TensorKey, torch.Tensor]:  # fmt: skip
+    """Return whole global tensors, assembled from the files of all ranks on ``device``.
+
+    Called by one process. ``keys`` None means every tensor. Raises CheckpointError before a byte is read when a
+    tensor or box has no source, or when a file cannot be read.
+    """
+    import torch
+
+    index = source.index()
+    wanted = list(index) if keys is None else list(keys)
+    raise_all(TargetError("the checkpoint has no such tensor", key=key) for key in wanted if key not in index)
+    specs = [source.tensors[index[key]] for key in wanted]
+    tensors = {spec.key: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for spec in specs}
+    load_tensors(source, ((key, Region.full(tuple(t.shape)), t) for key, t in tensors.items()))
+    return tensors
+
+
+def load_tensors(source: Manifest, boxes: Iterable[tuple[TensorKey, Region, torch.Tensor]], *, rank: int = 0) -> None:
+    """Fill tensors with boxes of global tensors, from files; each rank calls it for what it owns, without negotiation.
+
+    Args:
+        boxes: key, box in elements of the global tensor, and the tensor of the box's shape that receives it, of any
+            strides, on any device, and of the checkpoint's dtype.
+        rank: for error messages only.
+
+    Raises MissingSourceError or TargetError before any tensor is touched.
+    """
+    builder = ManifestBuilder()
+    index = source.index()
+    targets: list[torch.Tensor] = []
+    for key, region, tensor in boxes:
+        if tuple(tensor.shape) != region.shape:
+            raise TargetError(f"tensor has shape {tuple(tensor.shape)}", key=key, region=region, rank=rank)
+        spec = source.tensors[index[key]] if key in index else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        row = builder.tensor(key, spec.shape if spec else region.shape, dtype)
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        builder.shard(row, region, rank, builder.buffer(str(key), 0, span * ITEMSIZE[dtype], dtype), 0, tensor.stride())
+        targets.append(tensor)
+    plan = make_plan(source, builder.build())
+    with FileStore(source.buffers) as store:
+        execute_into(plan, store, targets)
+        store.check_unchanged()
+
+
+def execute_into(plan: Plan, store: Store, tensors: Sequence[torch.Tensor]) -> None:
+    """Run a plan whose target buffer number ``i`` is the memory of ``tensors[i]`` from its first element on.
+
+    Boxes for the CPU are read straight into place; boxes for a device pass through one pinned buffer and are scattered
+    on the device. What no piece covers is left as it is.
+    """
+    gatherer = Gatherer(store)
+    staging = _Staging(tensors)
+    for piece in _pieces(plan):
+        tensor = tensors[piece.target_buffer]
+        dtype = plan.target.buffers[piece.target_buffer].dtype
+        source_dtype = plan.source.buffers[piece.source_buffer].dtype
+        for offsets, size in bounded_boxes(piece.shape, STAGING_BYTES // ITEMSIZE[dtype]):
+            source = piece.source_offset + _dot(offsets, piece.source_stride)
+            target = piece.target_offset + _dot(offsets, piece.target_stride)
+            view = staging.view(tensor, dtype, size, target, piece.target_stride)
+            gatherer.gather(view, dtype, piece.source_buffer, source_dtype, source, piece.source_stride)
+            staging.send(tensor, size, target, piece.target_stride)
+
+
+class _Piece(NamedTuple):
+    shape: tuple[int, ...]
+    source_buffer: int
+    source_offset: int
+    source_stride: tuple[int, ...]
+    target_buffer: int
+    target_offset: int
+    target_stride: tuple[int, ...]
+
+
+def _pieces(plan: Plan) -> Iterator[_Piece]:
+    source_offsets, target_offsets = plan.source_offsets(), plan.target_offsets()
+    for number, copy in enumerate(plan):
+        yield _Piece(
+            copy.region.shape, copy.source.buffer, int(source_offsets[number]), copy.source.stride,
+            copy.target.buffer, int(target_offsets[number]), copy.target.stride,
+        )  # fmt: skip
+
+
+class _Staging:
+    """Where a box is assembled: in a CPU tensor itself, or in pinned memory on the way to a device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        import torch
+
+        self._memory: dict[int, np.ndarray[Any, Any]] = {}
+        self._pinned: torch.Tensor | None = None
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            self._pinned = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def view(
+        self, tensor: torch.Tensor, dtype: str, size: tuple[int, ...], offset: int, stride: tuple[int, ...]
+    ) -> np.ndarray[Any, Any]:
+        """Return an array of unsigned integers to gather a box into."""
+        kind = unsigned(dtype)
+        if tensor.device.type == "cpu":
+            start = (tensor.storage_offset() + offset) * kind.itemsize
+            strides = tuple(s * kind.itemsize for s in stride)
+            return np.ndarray(size, kind, self._bytes_of(tensor).data, start, strides)
+        if self._pinned is None:
+            raise TargetError(f"no staging memory for device {tensor.device}")
+        return np.ndarray(size, kind, self._pinned.numpy().data)
+
+    def send(self, tensor: torch.Tensor, size: tuple[int, ...], offset: int, stride: tuple[int, ...]) -> None:
+        """Copy the assembled box to its device; nothing is left to do for the CPU."""
+        if self._pinned is None or tensor.device.type == "cpu":
+            return
+        numel = int(np.prod(size, dtype=np.int64))
+        box = self._pinned[: numel * tensor.element_size()].view(tensor.dtype).view(size)
+        tensor.as_strided(size, stride, tensor.storage_offset() + offset).copy_(box)
+
+    def _bytes_of(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        import torch
+
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._memory:
+            self._memory[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        return self._memory[storage.data_ptr()]
+
+
+def _dot(offsets: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    return sum(o * s for o, s in zip(offsets, stride, strict=True))

@@ -1,0 +1,113 @@
+"""Where the bytes of a manifest's buffers come from: files, or memory."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from nemo_optim_bridge.core.manifest import Buffer
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError
+
+_MAX_OPEN_FILES = 128
+
+
+class Store(Protocol):
+    """Gives access to the bytes of numbered buffers."""
+
+    def read_into(self, buffer: int, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes of a buffer from byte ``offset`` on."""
+
+
+class FileStore:
+    """Buffers that are runs of bytes in files, read with pread; few descriptors are open at a time.
+
+    A file whose size or modification time differs from when it was first opened is reported by ``check_unchanged``.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        self.num_bytes_read = 0
+
+    def __enter__(self) -> FileStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read_into(self, buffer: int, offset: int, out: memoryview) -> None:
+        """Fill ``out``; raises CorruptFileError when the file ends too early, MissingSourceError without a file."""
+        run = self._buffers[buffer]
+        descriptor = self._descriptor(run.file)
+        position = run.offset + offset
+        self.num_bytes_read += len(out)
+        while len(out):
+            try:
+                count = os.preadv(descriptor, [out], position)
+            except OSError as error:
+                raise CorruptFileError(f"cannot be read: {error.strerror}", path=run.file) from error
+            if not count:
+                raise CorruptFileError(
+                    f"ends at byte {position}, {len(out)} bytes too early", path=run.file,
+                    hint="copy the file again from the original run",
+                )  # fmt: skip
+            out = out[count:]
+            position += count
+
+    def check_unchanged(self) -> None:
+        """Raise SourceChangedError when a file that was read is no longer the one that was opened first."""
+        for file, seen in self._seen.items():
+            try:
+                now = _identity(Path(file).stat())
+            except OSError as error:
+                raise SourceChangedError(f"disappeared while it was read: {error.strerror}", path=file) from error
+            if now != seen:
+                raise SourceChangedError(
+                    "changed while it was read", path=file, hint="wait until nothing writes there, then run again"
+                )
+
+    def close(self) -> None:
+        """Close every open descriptor."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, file: str) -> int:
+        descriptor = self._open.get(file)
+        if descriptor is not None:
+            self._open.move_to_end(file)
+            return descriptor
+        if len(self._open) >= _MAX_OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise MissingSourceError(f"cannot be opened: {error.strerror}", path=file) from error
+        self._open[file] = descriptor
+        identity = _identity(os.fstat(descriptor))
+        if self._seen.setdefault(file, identity) != identity:
+            raise SourceChangedError(
+                "changed while it was read", path=file, hint="wait until nothing writes there, then run again"
+            )
+        return descriptor
+
+
+class MemoryStore:
+    """Buffers that are objects in memory."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = [buffer.cast("B") for buffer in buffers]
+
+    def read_into(self, buffer: int, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from a buffer."""
+        out[:] = self._buffers[buffer][offset : offset + len(out)]
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,1 @@
+"""Nanotron checkpoints: read, re-shard, verify and inspect them, without nanotron."""

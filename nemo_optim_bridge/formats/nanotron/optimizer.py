@@ -1,0 +1,169 @@
+"""One rank's optimizer file: its states, masters and param groups by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all
+from nemo_optim_bridge.formats.nanotron.names import is_fqn
+from nemo_optim_bridge.formats.topology import Coordinates
+from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, read_torch_file
+
+
+class Scalar(NamedTuple):
+    """A state that is one number for the whole parameter, such as ``step``; ``dtype`` None is a Python number."""
+
+    dtype: str | None
+    data: bytes
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerShard:
+    """What one rank saved. ``fqns`` are its parameters in the order of nanotron's integer ids."""
+
+    path: Path
+    at: Coordinates
+    fqns: tuple[str, ...]
+    states: Mapping[str, Mapping[str, StoredTensor | Scalar]]
+    masters: Mapping[str, StoredTensor] | None
+    hyperparameters: Mapping[str, Mapping[str, Any]]
+    num_groups: int
+
+
+def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
+    """Read the directory and the pickle of one optimizer file, no tensor data but scalars.
+
+    Raises CorruptFileError or ContradictionError that names the file.
+    """
+    file = read_torch_file(path)
+    root = file.root
+    if not isinstance(root, dict) or not isinstance(root.get("state"), dict):
+        raise CorruptFileError("holds no optimizer state", path=path, hint="is this a nanotron optimizer file?")
+    unknown = sorted(str(key) for key in set(root) - {"state", "param_groups", "names", "gradient_accumulator"})
+    if unknown:
+        raise CorruptFileError(f"has unknown entries {', '.join(unknown)}", path=path)
+    masters = _masters(root, path)
+    names = _names(root, masters, path)
+    states: dict[str, dict[str, StoredTensor | Scalar]] = {}
+    for number, entries in root["state"].items():
+        if number not in names or not isinstance(entries, dict):
+            raise ContradictionError(f"state {number!r} has no name or no entries", path=path)
+        fqn = names[number]
+        states[fqn] = {}
+        for key, value in entries.items():
+            if not isinstance(key, str):
+                raise ContradictionError(f"state name {key!r} is not text", path=path, key=fqn)
+            if key == "step" or not isinstance(value, StoredTensor):
+                states[fqn][key] = _scalar(file, value, fqn, key)
+            else:
+                states[fqn][key] = value
+    hyperparameters, num_groups = _groups(root.get("param_groups"), names, path)
+    order = [names[number] for number in sorted(names)]
+    if list(names) != sorted(names):
+        raise ContradictionError("parameter numbers are not in order", path=path)
+    return OptimizerShard(path, at, tuple(order), states, masters, hyperparameters, num_groups)
+
+
+def _masters(root: Mapping[str, Any], path: Path) -> dict[str, StoredTensor] | None:
+    """Return the fp32 master weights: nanotron files them as ``gradient_accumulator``."""
+    masters = root.get("gradient_accumulator")
+    if masters is None:
+        return None
+    if not isinstance(masters, dict) or not all(
+        isinstance(fqn, str) and isinstance(value, StoredTensor) for fqn, value in masters.items()
+    ):
+        raise ContradictionError("gradient_accumulator is not a mapping of names to tensors", path=path)
+    return masters
+
+
+def _names(root: Mapping[str, Any], masters: Mapping[str, object] | None, path: Path) -> dict[int, str]:
+    """Return the parameter of every integer id.
+
+    Ids are local to the file. ``names`` lists only parameters that have state: none before the first step, when the
+    masters, which are in the same order, name them.
+    """
+    names = root.get("names")
+    if not isinstance(names, dict):
+        raise CorruptFileError("has no parameter names", path=path, hint="nanotron before v0.1 is not supported")
+    groups = root.get("param_groups")
+    ids = sorted(_group_ids(groups, path))
+    if masters is not None and set(ids) - set(names) and len(masters) == len(ids):
+        inferred = dict(zip(ids, masters, strict=True))
+        if any(inferred.get(number) != fqn for number, fqn in names.items()):
+            raise ContradictionError("names and gradient_accumulator are in different orders", path=path)
+        names = inferred
+    problems: list[BridgeError] = []
+    for number, fqn in names.items():
+        if not isinstance(number, int) or isinstance(number, bool) or not isinstance(fqn, str) or not is_fqn(fqn):
+            problems.append(ContradictionError(f"{fqn!r} is not a parameter name", path=path))
+    if len(set(names.values())) != len(names):
+        problems.append(ContradictionError("a parameter is named twice", path=path))
+    raise_all(problems)
+    unnamed = [number for number in ids if number not in names]
+    if unnamed:
+        raise ContradictionError(
+            f"{len(unnamed)} parameters of the param groups have no state and no name",
+            path=path,
+            hint="a checkpoint saved before the first optimizer step has nothing to re-shard: start from its weights",
+        )
+    return names
+
+
+def _group_ids(groups: object, path: Path) -> Iterator[int]:
+    if not isinstance(groups, list):
+        raise CorruptFileError("has no param_groups", path=path)
+    for group in groups:
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(type(number) is int for number in params):
+            raise CorruptFileError("a param group lists no parameters", path=path)
+        yield from params
+
+
+def _groups(groups: Any, names: Mapping[int, str], path: Path) -> tuple[dict[str, Mapping[str, Any]], int]:
+    """Return each parameter's hyperparameters, in the group's own key order, and the number of groups."""
+    by_fqn: dict[str, Mapping[str, Any]] = {}
+    for group in groups:
+        hyperparameters = {key: value for key, value in group.items() if key != "params"}
+        for key, value in hyperparameters.items():
+            if not isinstance(key, str) or not _is_plain(value):
+                raise ContradictionError(
+                    f"hyperparameter {key!r} is a {type(value).__name__}, not a plain number", path=path,
+                    hint="checkpoints of optimizers with tensor hyperparameters are not supported",
+                )  # fmt: skip
+        for number in group["params"]:
+            fqn = names[number]
+            if fqn in by_fqn:
+                raise ContradictionError("parameter is in two param groups", path=path, key=fqn)
+            by_fqn[fqn] = hyperparameters
+    for fqn in names.values():
+        if fqn not in by_fqn:
+            raise ContradictionError("parameter is in no param group", path=path, key=fqn)
+    return by_fqn, len(groups)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _scalar(file: TorchFile, value: object, fqn: str, key: str) -> Scalar:
+    if isinstance(value, StoredTensor):
+        if value.shape not in ((), (1,)) or value.dtype not in ("float32", "float64", "int64", "int32"):
+            raise ContradictionError(
+                f"{key} has dtype {value.dtype} and shape {value.shape}, not one number", path=file.path, key=fqn
+            )
+        data = file.read(value)
+        number = float(np.frombuffer(data, value.dtype)[0])
+        if key == "step" and not (number >= 0 and number == int(number)):
+            raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
+        return Scalar(value.dtype, data, number)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Scalar(None, b"", value)
+    raise ContradictionError(f"{key} is a {type(value).__name__}, not a number", path=file.path, key=fqn)

@@ -1,0 +1,156 @@
+"""Re-shard a nanotron checkpoint: plan from headers, check, then write a complete directory or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
+from nemo_optim_bridge.core.execute import WINDOW_BYTES, BufferFiller, FileWriter
+from nemo_optim_bridge.core.gather import STAGING_BYTES
+from nemo_optim_bridge.core.plan import Plan, make_plan
+from nemo_optim_bridge.core.publish import check_output, new_directory
+from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.errors import CorruptFileError, TargetError
+from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
+from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint, read_checkpoint, resolve
+from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec, lay_out_target
+from nemo_optim_bridge.formats.topology import Topology
+from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
+
+REPLICA_POLICIES = ("error", "lowest-rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user may choose. None means: as in the source."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    zero_stage: int | None = None
+    dialect: str | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    like: Path | None = None
+    vocab_size: int | None = None
+    replicas: str = "error"
+    check_crcs: bool = True
+    overwrite: bool = False
+    fsync: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reshard:
+    """A re-shard that was planned from headers alone: what it reads, writes and remarks. ``run`` does it."""
+
+    source: NanotronCheckpoint
+    target: Target
+    plan: Plan
+    out: Path
+    options: Options
+
+    def summary(self) -> dict[str, Any]:
+        """Return the plan in numbers, under the field names of ``--json``."""
+        return {
+            "source": str(self.source.path),
+            "output": str(self.out),
+            "source_topology": describe(self.source.topology, self.source.zero_stage, self.source.dialect.name),
+            "target_topology": describe(
+                self.target.spec.topology, self.target.spec.zero_stage, self.target.spec.dialect.name
+            ),
+            "files_to_read": len({buffer.file for buffer in self.source.manifest.buffers}),
+            "files_to_write": len(self.target.files),
+            "bytes_to_read": self.plan.num_bytes_read + Pairs.of_replicas(self.plan).num_bytes(),
+            "bytes_to_write": sum(file.nbytes for file in self.target.files),
+            "pieces": self.plan.pieces,
+            "replicas": len(self.plan.replicas),
+            "peak_memory_bytes": WINDOW_BYTES + 4 * STAGING_BYTES + 150 * self.plan.pieces,
+            "remarks": [*self.source.remarks, *self.target.remarks],
+            "problems": list(self.source.problems),
+        }
+
+    def run(self, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
+        """Check the source's bytes, write the target, and rename it into place.
+
+        Args:
+            progress: called with the stage's name, bytes done and bytes in total.
+
+        Raises one BridgeError; the source is untouched and the output absent then.
+        """
+        if self.options.check_crcs:
+            require_valid_crcs(self.source, progress)
+        with FileStore(self.source.manifest.buffers) as store:
+            if self.options.replicas == "error":
+                require_equal_replicas(self.plan, store)
+            total = sum(file.nbytes for file in self.target.files)
+            done = 0
+
+            def advance(num_bytes: int) -> None:
+                nonlocal done
+                done += num_bytes
+                progress("writing", done, total)
+
+            with new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync) as folder:
+                writer = FileWriter(
+                    BufferFiller(self.plan, store), self.plan, fsync=self.options.fsync, progress=advance
+                )
+                writer.write(folder, self.target.files)
+                store.check_unchanged()
+
+
+def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
+    """Plan a re-shard from headers alone; raises BridgeError with every reason why it is not possible."""
+    check_output(out, (resolve(path), *([options.like] if options.like else [])), overwrite=options.overwrite)
+    if options.replicas not in REPLICA_POLICIES:
+        raise TargetError(
+            f"unknown replica policy {options.replicas!r}", hint=f"choose {' or '.join(REPLICA_POLICIES)}"
+        )
+    like = read_checkpoint(options.like) if options.like else None
+    vocab_size = options.vocab_size
+    source = read_checkpoint(path, vocab_size)
+    if vocab_size is None and like is not None and like.facts.vocab_size < source.facts.vocab_size:
+        source = read_checkpoint(path, like.facts.vocab_size)
+    target = lay_out_target(source, _target_spec(source, like, options))
+    return Reshard(source, target, make_plan(source.manifest, target.manifest), out, options)
+
+
+def _target_spec(source: NanotronCheckpoint, like: NanotronCheckpoint | None, options: Options) -> TargetSpec:
+    given = {"tp": options.tp, "pp": options.pp, "dp": options.dp, "ep": options.ep}
+    if options.layers_per_stage is not None and options.pp is None:
+        given["pp"] = len(options.layers_per_stage)
+    topology = Topology(**{**asdict(source.topology), **{axis: n for axis, n in given.items() if n is not None}})
+    zero_stage = source.zero_stage if options.zero_stage is None else options.zero_stage
+    if zero_stage not in (0, 1):
+        raise TargetError(f"nanotron has no ZeRO stage {zero_stage}", hint="choose --zero 0 or --zero 1")
+    if like is not None and options.layers_per_stage is not None:
+        raise TargetError("--like and --pp-split both say how layers are split", hint="give one of them")
+    dialect = source.dialect if options.dialect is None else find_dialect(options.dialect)
+    return TargetSpec(topology, zero_stage, dialect, options.layers_per_stage, like)
+
+
+def describe(topology: Topology, zero_stage: int, dialect: str) -> Mapping[str, Any]:
+    """Return a topology under the field names of ``--json``."""
+    return {**asdict(topology), "zero_stage": zero_stage, "dialect": dialect}
+
+
+def require_valid_crcs(
+    source: NanotronCheckpoint, progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+) -> None:
+    """Check the CRC-32 of every record of the optimizer files; raises CorruptFileError that names file and record.
+
+    Files that were written without CRCs (all are 0) pass.
+    """
+    buffer = bytearray(1 << 20)
+    total = sum(path.stat().st_size for path in source.optimizer_files)
+    done = 0
+    for path in source.optimizer_files:
+        for record in check_crcs(read_torch_file(path), buffer):
+            raise CorruptFileError(
+                "bytes do not match their CRC-32", path=path, key=record.name,
+                hint="copy the file again from the original run; --no-crc-check reads it as it is",
+            )  # fmt: skip
+        done += path.stat().st_size
+        progress("checking", done, total)

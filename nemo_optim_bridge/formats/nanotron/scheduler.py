@@ -1,0 +1,128 @@
+"""The lr scheduler's state, carried parameter by parameter because its lists follow the param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
+from nemo_optim_bridge.formats.nanotron.dialects import Dialect
+from nemo_optim_bridge.formats.nanotron.names import RankName, format_rank_name
+from nemo_optim_bridge.formats.topology import Topology
+from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
+
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """``template`` holds every key in order, lists that follow the param groups being None.
+
+    ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one.
+    """
+
+    template: Mapping[str, Any]
+    entries: Mapping[str, Entry]
+    common: Entry | None
+
+    def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
+        """Return the scheduler state of a rank whose param groups hold these parameters.
+
+        Raises TargetError when one group must hold parameters whose learning rates differ, or an entry is unknown.
+        """
+        rows = [self._entry(fqn) for fqn in fqns]
+        if not dialect.group_per_parameter:
+            if any(row != rows[0] for row in rows):
+                raise TargetError(
+                    f"dialect {dialect.name} has one param group, but the learning rates of the parameters differ",
+                    hint="keep the source's dialect",
+                )
+            rows = rows[:1]
+        empty: Mapping[str, Any] | None = {} if dialect.group_per_parameter else None
+
+        def value(key: str, row: Entry) -> Any:
+            return empty if key == "lr_lambdas" and row[key] in ({}, None) else row[key]
+
+        return {
+            key: [value(key, row) for row in rows] if key in _PER_GROUP else kept for key, kept in self.template.items()
+        }
+
+    def _entry(self, fqn: str) -> Entry:
+        entry = self.entries.get(fqn, self.common)
+        if entry is None:
+            raise TargetError(
+                "the source's lr_scheduler has no entry for this parameter, and those it has differ", key=fqn
+            )
+        return entry
+
+
+def scheduler_files(dialect: Dialect, topology: Topology) -> dict[tuple[int, int, int], str]:
+    """Return the file names that a checkpoint must have, by (pp, tp, ep); (0, 0, 0) alone where there is but one."""
+    if not dialect.scheduler_per_rank:
+        return {(0, 0, 0): "lr_scheduler.pt"}
+    return {
+        (pp, tp, ep): format_rank_name(
+            "lr_scheduler", RankName((pp, topology.pp), (tp, topology.tp), None, (ep, topology.ep))
+        )
+        for pp in range(topology.pp)
+        for tp in range(topology.tp)
+        for ep in range(topology.ep)
+    }
+
+
+def read_scheduler(
+    root: Path, dialect: Dialect, topology: Topology, stages: Sequence[Sequence[str]]
+) -> Scheduler | None:  # fmt: skip
+    """Read all scheduler files; None when the checkpoint has no lr_scheduler directory.
+
+    Args:
+        stages: the parameters of each pipeline stage, in nanotron's order, a tied copy included.
+
+    Raises MissingSourceError, ContradictionError or CorruptFileError.
+    """
+    if not (root / "lr_scheduler").exists():
+        return None
+    template: dict[str, Any] | None = None
+    entries: dict[str, Entry] = {}
+    common: list[Entry] = []
+    problems: list[BridgeError] = []
+    for (pp, _, _), name in scheduler_files(dialect, topology).items():
+        path = root / "lr_scheduler" / name
+        if not path.is_file():
+            problems.append(MissingSourceError("lr_scheduler file is missing", path=path, hint="copy it from the run"))
+            continue
+        state = _read_state(path)
+        lists = {key: value for key, value in state.items() if key in _PER_GROUP}
+        lengths = {len(value) for value in lists.values()}
+        expected = len(stages[pp]) if dialect.group_per_parameter else 1
+        if lengths - {expected}:
+            problems.append(
+                ContradictionError(f"lists have {sorted(lengths)} entries for {expected} param groups", path=path)
+            )
+            continue
+        scalars = {key: None if key in _PER_GROUP else value for key, value in state.items()}
+        if template is None:
+            template = scalars
+        elif template != scalars:
+            problems.append(ContradictionError("differs from the lr_scheduler of another rank", path=path))
+        rows = [{key: value[row] for key, value in lists.items()} for row in range(expected)]
+        common.extend(row for row in rows if row not in common)
+        if dialect.group_per_parameter:
+            for fqn, row in zip(stages[pp], rows, strict=True):
+                if entries.setdefault(fqn, row) != row:
+                    problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
+    raise_all(problems)
+    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = read_torch_file(path).root
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ContradictionError("is not an lr_scheduler state", path=path)
+    for key, value in state.items():
+        if isinstance(value, StoredTensor) or (key in _PER_GROUP and not isinstance(value, list)):
+            raise ContradictionError(f"{key} is a {type(value).__name__}", path=path)
+    return state

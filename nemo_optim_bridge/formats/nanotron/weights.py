@@ -1,0 +1,212 @@
+"""The weight shards: which exist, and what they say about how each parameter is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all
+from nemo_optim_bridge.formats.nanotron.config import ModelFacts
+from nemo_optim_bridge.formats.nanotron.layout import (
+    Experts,
+    ParamLayout,
+    Slices,
+    expert_matrix,
+    parse_shape,
+    parse_slices,
+)  # fmt: skip
+from nemo_optim_bridge.formats.nanotron.names import WeightName, format_weight_name, parse_weight_name
+from nemo_optim_bridge.formats.safetensors_header import StoredArray, read_single_tensor
+from nemo_optim_bridge.formats.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """One weight file of the checkpoint's own topology."""
+
+    path: Path
+    name: WeightName
+    array: StoredArray
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel rank that wrote it."""
+        return self.name.tp[0] if self.name.tp else 0
+
+    @property
+    def ep(self) -> int:
+        """Expert-parallel rank that wrote it, as far as the name tells."""
+        return self.name.ep[0] if self.name.ep else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weight shards by parameter, and files that belong to another topology or to nobody."""
+
+    shards: Mapping[str, tuple[WeightShard, ...]]
+    leftovers: tuple[Path, ...]
+    layouts: Mapping[str, ParamLayout]
+    lost: frozenset[str]  # expert weights that the ranks overwrote each other's files of
+
+
+def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
+    """Read the headers of all weight shards below ``root/model``; raises with every problem found."""
+    found: dict[str, list[WeightShard]] = {}
+    leftovers: list[Path] = []
+    folder = root / "model"
+    if not folder.is_dir():
+        raise MissingSourceError("there is no model directory", path=folder, hint="is this a nanotron checkpoint?")
+    problems: list[BridgeError] = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            continue
+        name = parse_weight_name(path.relative_to(folder).as_posix())
+        if name is None or not name.matches(topology):
+            leftovers.append(path)
+            continue
+        try:
+            found.setdefault(name.fqn, []).append(WeightShard(path, name, read_single_tensor(path, "data")))
+        except BridgeError as error:
+            problems.append(error)
+    raise_all(problems)
+    layouts: dict[str, ParamLayout] = {}
+    lost: set[str] = set()
+    for fqn, shards in found.items():
+        try:
+            layouts[fqn] = _layout(fqn, shards, topology, facts)
+            if _is_lost(layouts[fqn], topology):
+                lost.add(fqn)
+            problems.extend(_check(layouts[fqn], shards, topology))
+        except BridgeError as error:
+            problems.append(error)
+    raise_all(problems)
+    return Weights({fqn: tuple(shards) for fqn, shards in found.items()}, tuple(leftovers), layouts, frozenset(lost))
+
+
+def _is_lost(layout: ParamLayout, topology: Topology) -> bool:
+    return layout.experts is not None and layout.experts.per_rank(topology) == 1 and topology.ep > 1
+
+
+def _layout(fqn: str, shards: Sequence[WeightShard], topology: Topology, facts: ModelFacts) -> ParamLayout:
+    """Return the layout of a parameter as its shards' metadata tells it."""
+    first = shards[0]
+    if first.name.tp is None:
+        return ParamLayout(fqn, first.array.shape, first.array.dtype)
+    is_w1 = expert_matrix(fqn)
+    if is_w1 is not None:
+        return _expert_layout(fqn, is_w1, first, topology, facts)
+    unsharded, _ = _metadata(first)
+    by_tp: dict[int, Slices] = {shard.tp: _metadata(shard)[1] for shard in shards}
+    dims = {d for slices in by_tp.values() for _, whole in slices for d, s in enumerate(whole) if s is not None}
+    if len(dims) != 1:
+        raise ContradictionError(
+            f"slices cut {len(dims)} dimensions instead of one", path=first.path, key=fqn,
+            hint="this sharding is not one that nanotron writes",
+        )  # fmt: skip
+    dim = dims.pop()
+    num_chunks = len(by_tp[first.tp])
+    sizes = [0] * num_chunks
+    for slices in by_tp.values():
+        for chunk, (_, whole) in enumerate(slices[:num_chunks]):
+            span = whole[dim]
+            sizes[chunk] += span[1] - span[0] if span else 0
+    if sum(sizes) != unsharded[dim] and len(by_tp) == topology.tp:
+        raise ContradictionError(
+            f"slices cover {sum(sizes)} of {unsharded[dim]} along dimension {dim}", path=first.path, key=fqn
+        )
+    return ParamLayout(fqn, unsharded, first.array.dtype, dim, tuple(sizes))
+
+
+def _expert_layout(
+    fqn: str, is_w1: bool, first: WeightShard, topology: Topology, facts: ModelFacts
+) -> ParamLayout:  # fmt: skip
+    if facts.num_experts is None:
+        raise ContradictionError(
+            "expert weights, but model_config.json has no moe_num_experts", path=first.path, key=fqn
+        )
+    if facts.num_experts % topology.ep:
+        raise ContradictionError(
+            f"{facts.num_experts} experts cannot be spread over {topology.ep} ranks", path=first.path, key=fqn
+        )
+    rows = facts.num_experts * facts.intermediate_size
+    experts = Experts(facts.num_experts, facts.intermediate_size, is_w1)
+    return ParamLayout(fqn, (rows, facts.hidden_size), first.array.dtype, 0, (rows,), experts=experts)
+
+
+def _metadata(shard: WeightShard) -> tuple[tuple[int, ...], Slices]:
+    """Return a shard's unsharded shape and slices; raises ContradictionError when they are missing or malformed."""
+    try:
+        shape = parse_shape(shard.array.metadata["unsharded_shape"])
+        slices = parse_slices(shard.array.metadata["local_global_slices_pairs"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise ContradictionError(
+            f"sharding metadata is missing or malformed ({error})", path=shard.path, key=shard.name.fqn
+        ) from error
+    ndim = len(shape)
+    if any(n < 0 for n in shape) or any(len(side) != ndim for pair in slices for side in pair):
+        raise ContradictionError("sharding metadata disagrees with itself", path=shard.path, key=shard.name.fqn)
+    return shape, slices
+
+
+def _check(layout: ParamLayout, shards: Sequence[WeightShard], topology: Topology) -> Iterator[BridgeError]:
+    """Yield how a parameter's shards differ from what its layout says they are: missing, twice, or contradictory."""
+    fqn = layout.fqn
+    if not layout.is_sharded:
+        if len(shards) > 1:
+            paths = ", ".join(shard.path.name for shard in shards)
+            yield ContradictionError(f"stored both sharded and whole ({paths})", path=shards[0].path, key=fqn)
+        return
+    num_parts = topology.tp * (topology.ep if layout.experts else 1)
+    uneven = [size for size in layout.chunks if size % num_parts]
+    if uneven:
+        yield ContradictionError(f"{num_parts} ranks do not divide {uneven[0]}", path=shards[0].path, key=fqn)
+        return
+    by_rank: dict[tuple[int, int], WeightShard] = {}
+    for shard in shards:
+        twin = by_rank.setdefault((shard.tp, shard.ep), shard)
+        if twin is not shard:
+            yield ContradictionError(
+                f"two files claim the same shard; the other is {twin.path}", path=shard.path, key=fqn,
+                hint="remove the one that does not belong to this checkpoint",
+            )  # fmt: skip
+    pp = shards[0].name.pp
+    lost = _is_lost(layout, topology)
+    named_ep = layout.experts is not None and topology.ep > 1 and not lost
+    for ep in range(topology.ep if named_ep else 1):
+        for tp in range(topology.tp):
+            expected = WeightName(fqn, pp, (tp, topology.tp), (ep, topology.ep) if named_ep else None)
+            known = by_rank.get((tp, ep))
+            if known is None or (known.name.ep is None) != (expected.ep is None):
+                folder = shards[0].path.parent
+                yield MissingSourceError(
+                    "weight shard is missing", path=folder / format_weight_name(expected).rsplit("/", 1)[1], key=fqn,
+                    rank=f"tp {tp} ep {ep}", hint="copy it from the original run",
+                )  # fmt: skip
+                continue
+            if known.name.pp != pp:
+                yield ContradictionError(
+                    f"shards come from two pipeline stages, {pp} and {known.name.pp}", path=known.path, key=fqn
+                )
+            yield from _check_shard(layout, known, topology, tp, 0 if lost else ep)
+
+
+def _check_shard(
+    layout: ParamLayout, shard: WeightShard, topology: Topology, tp: int, ep: int
+) -> Iterator[BridgeError]:  # fmt: skip
+    unsharded, slices = _metadata(shard)
+    expected = layout.unsharded_shape(topology), layout.slices(topology, tp, ep)
+    if (unsharded, slices) != expected:
+        yield ContradictionError(
+            f"sharding metadata says {unsharded} {slices}, the other shards imply {expected[0]} {expected[1]}",
+            path=shard.path, key=layout.fqn, rank=f"tp {tp} ep {ep}",
+        )  # fmt: skip
+    if shard.array.shape != layout.local_shape(topology):
+        yield ContradictionError(
+            f"shape is {shard.array.shape} instead of {layout.local_shape(topology)}",
+            path=shard.path, key=layout.fqn, rank=f"tp {tp} ep {ep}",
+        )  # fmt: skip
+    if shard.array.dtype != layout.dtype:
+        yield ContradictionError(
+            f"dtype is {shard.array.dtype} here and {layout.dtype} in other shards", path=shard.path, key=layout.fqn
+        )

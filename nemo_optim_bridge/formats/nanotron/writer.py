@@ -1,0 +1,344 @@
+"""Lay out a nanotron checkpoint for a target topology: which files, with which parts, and what goes into them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
+from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
+from nemo_optim_bridge.formats.nanotron.config import target_documents
+from nemo_optim_bridge.formats.nanotron.dialects import Dialect
+from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, padded_vocab_size, shard_metadata, zero_slice
+from nemo_optim_bridge.formats.nanotron.names import (
+    EMBEDDING,
+    LM_HEAD,
+    RankName,
+    WeightName,
+    block_of,
+    format_rank_name,
+    format_weight_name,
+)
+from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
+from nemo_optim_bridge.formats.nanotron.pipeline import split_as_given, split_by_cost
+from nemo_optim_bridge.formats.nanotron.reader import (
+    MASTER,
+    WEIGHT,
+    NanotronCheckpoint,
+    is_row_bias,
+    zero_config_entry,
+)
+from nemo_optim_bridge.formats.nanotron.scheduler import scheduler_files
+from nemo_optim_bridge.formats.safetensors_header import format_header
+from nemo_optim_bridge.formats.topology import Coordinates, Topology
+from nemo_optim_bridge.formats.torch_zip import NewTensor, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """What the user asked for. ``like`` is a checkpoint of the target run: its split, order and vocabulary count."""
+
+    topology: Topology
+    zero_stage: int
+    dialect: Dialect
+    layers_per_stage: tuple[int, ...] | None = None
+    like: NanotronCheckpoint | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A laid-out checkpoint: the files to write, the manifest of their payloads, and remarks for the user."""
+
+    spec: TargetSpec
+    files: tuple[OutputFile, ...]
+    manifest: Manifest
+    remarks: tuple[str, ...]
+
+
+def lay_out_target(source: NanotronCheckpoint, spec: TargetSpec) -> Target:
+    """Return the target's files; raises TargetError or ParamGroupError with every reason why it cannot be built."""
+    raise_all([*_problems(source, spec), *_group_problems(source, spec.dialect)])
+    return _Layouter(source, spec).target()
+
+
+def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeError]:
+    """Yield why a model cannot be built at the target, before anything is laid out."""
+    dialect, topology, facts = spec.dialect, spec.topology, source.facts
+    uncut = facts.problem_at(topology.tp) or _uneven_chunk(source, topology.tp)
+    if uncut is not None:
+        yield uncut
+    if facts.family not in dialect.families and dialect is not source.dialect:
+        yield TargetError(
+            f"dialect {dialect.name} cannot build this model ({facts.family or 'of unknown family'})",
+            hint=f"it builds {', '.join(dialect.families)}: keep the source's dialect {source.dialect.name}",
+        )
+    if source.tied and not dialect.ties:
+        yield TargetError(f"dialect {dialect.name} cannot tie the embedding and lm_head", hint="choose another dialect")
+    if topology.ep > 1 and not dialect.expert_parallel:
+        yield TargetError(f"dialect {dialect.name} cannot build expert parallel size {topology.ep}", hint="use --ep 1")
+    elif topology.ep > 1 and facts.num_experts is None:
+        yield TargetError(f"expert parallel size {topology.ep} for a model without experts", hint="use --ep 1")
+    elif facts.num_experts is not None:
+        yield from _expert_problems(facts.num_experts, facts.intermediate_size, topology)
+    if dialect.name == "head" and spec.zero_stage and len({layout.dtype for layout in source.layouts.values()}) > 1:
+        yield TargetError(
+            "this revision of nanotron cannot train ZeRO-1 with weights of several dtypes (an fp32 router)",
+            hint="use --zero 0",
+        )
+
+
+def _uneven_chunk(source: NanotronCheckpoint, tp: int) -> BridgeError | None:
+    for layout in source.layouts.values():
+        size = next((size for size in layout.chunks if size % tp), None)
+        if size is not None and layout.experts is None and layout.fqn not in (EMBEDDING, LM_HEAD):
+            return TargetError(f"tp {tp} does not divide {size} rows or columns", key=layout.fqn)
+    return None
+
+
+def _expert_problems(num_experts: int, intermediate_size: int, topology: Topology) -> Iterator[BridgeError]:
+    valid = [ep for ep in range(1, num_experts) if num_experts % ep == 0] or [1]
+    hint = f"choose ep from {', '.join(map(str, valid))}"
+    if num_experts % topology.ep:
+        yield TargetError(f"ep {topology.ep} does not divide {num_experts} experts", hint=hint)
+    elif topology.ep > 1 and num_experts == topology.ep:
+        yield TargetError(
+            f"ep {topology.ep} leaves one expert to a rank: nanotron's ranks then overwrite each other's weight files",
+            hint=hint,
+        )
+    elif (num_experts // topology.ep * intermediate_size) % topology.tp:
+        yield TargetError(f"tp {topology.tp} does not divide the expert rows of a rank", hint="choose another --tp")
+
+
+def _group_problems(source: NanotronCheckpoint, dialect: Dialect) -> Iterator[BridgeError]:
+    """Yield an error when groups must be merged whose hyperparameters differ."""
+    if dialect.group_per_parameter or len(source.manifest.param_groups) <= 1:
+        return
+    first, other = source.manifest.param_groups[:2]
+    differing = sorted(
+        key
+        for key in {*first.hyperparameters, *other.hyperparameters}
+        if first.hyperparameters.get(key) != other.hyperparameters.get(key)
+    )
+    yield ParamGroupError(
+        f"dialect {dialect.name} has one param group, but {len(source.manifest.param_groups)} sets of hyperparameters "
+        f"are in use: {first.fqns[0]} and {other.fqns[0]} differ in {', '.join(differing)}",
+        hint="choose a dialect with a group per parameter",
+    )
+
+
+class _Layouter:
+    def __init__(self, source: NanotronCheckpoint, spec: TargetSpec) -> None:
+        self.source, self.spec = source, spec
+        self.dialect, self.topology, self.zero_stage = spec.dialect, spec.topology, spec.zero_stage
+        self.builder = ManifestBuilder()
+        self.remarks: list[str] = []
+        self.layouts = self._layouts()
+        self.stage_of = self._stages()
+        self.stages = self._stage_parameters()
+
+    def target(self) -> Target:
+        """Return all files and the manifest of their payloads."""
+        files = [*self._weights(), *self._optimizer(), *self._schedulers(), *self._documents()]
+        self.remarks.append("random states are not written: no nanotron trainer loads them")
+        manifest = self.builder.build(self.source.manifest.param_groups, self.source.manifest.steps)
+        return Target(self.spec, tuple(files), manifest, tuple(self.remarks))
+
+    def _layouts(self) -> dict[str, ParamLayout]:
+        """Return every parameter's layout, vocabulary matrices padded for the target, in the target's order."""
+        source, like = self.source, self.spec.like
+        layouts = dict(source.layouts)
+        if like is not None:
+            if set(like.layouts) != set(layouts):
+                odd = sorted(set(like.layouts) ^ set(layouts))
+                raise TargetError(
+                    f"the --like checkpoint holds another model: {odd[0]} is in only one of the two", path=like.path
+                )
+            layouts = {fqn: layouts[fqn] for fqn in like.layouts}
+        if EMBEDDING not in layouts:
+            self.vocab_size = source.facts.vocab_size
+            return layouts
+        true = layouts[EMBEDDING].shape[0]
+        self.vocab_size = padded_vocab_size(true, self.topology.tp, source.documents.vocab_multiple)
+        if like is not None and like.topology.tp == self.topology.tp:
+            self.vocab_size = max(true, like.facts.vocab_size)
+        rows = self.vocab_size - true
+        for fqn in (EMBEDDING, LM_HEAD):
+            if fqn in layouts:
+                layouts[fqn] = layouts[fqn].pad(rows)
+                if rows:
+                    self.remarks.append(f"{fqn}: {rows} vocabulary rows from {true} on are zero-filled")
+        return layouts
+
+    def _stages(self) -> Mapping[str, int]:
+        """Return the stage of every block: as given, as in the --like checkpoint, or as nanotron computes it."""
+        facts, pp = self.source.facts, self.topology.pp
+        if self.spec.like is not None:
+            if self.spec.like.topology.pp != pp:
+                raise TargetError(
+                    f"the --like checkpoint has pp {self.spec.like.topology.pp}, the target {pp}",
+                    path=self.spec.like.path,
+                    hint=f"add --pp {self.spec.like.topology.pp}",
+                )
+            return self.spec.like.stage_of
+        if self.spec.layers_per_stage is not None:
+            if len(self.spec.layers_per_stage) != pp:
+                raise TargetError(f"--pp-split lists {len(self.spec.layers_per_stage)} stages, the target has pp {pp}")
+            return split_as_given(facts.num_layers, self.spec.layers_per_stage)
+        if facts.family is None and pp > 1:
+            raise TargetError(
+                "how nanotron splits this kind of model over stages is not known",
+                path=self.source.documents.model.path,
+                hint="give the decoder layers of each stage with --pp-split",
+            )
+        return split_by_cost(facts.num_layers, facts.layer_cost, self.vocab_size * facts.hidden_size, pp)
+
+    def _stage_parameters(self) -> list[list[str]]:
+        """Return the trained parameters of each stage in order; the tied copy is the last of lm_head's stage."""
+        stages: list[list[str]] = [[] for _ in range(self.topology.pp)]
+        for fqn in self.layouts:
+            if fqn in self.source.hyperparameters:
+                stages[self._stage(fqn)].append(fqn)
+        if self.source.tied and self.stage_of["lm_head"] != self.stage_of["token_position_embeddings"]:
+            stages[self.stage_of["lm_head"]].append(EMBEDDING)
+        return stages
+
+    def _stage(self, fqn: str) -> int:
+        return self.stage_of[block_of(fqn) or ""]
+
+    def _weights(self) -> Iterator[OutputFile]:
+        for fqn, layout in self.layouts.items():
+            tensor = self.builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype)
+            stage = self._stage(fqn)
+            if not layout.is_sharded:
+                yield self._weight(layout, tensor, WeightName(fqn), Coordinates(0, stage, 0, 0))
+                continue
+            num_ep = self.topology.ep if layout.experts else 1
+            for ep in range(num_ep):
+                for tp in range(self.topology.tp):
+                    name = WeightName(
+                        fqn, (stage, self.topology.pp), (tp, self.topology.tp), (ep, num_ep) if num_ep > 1 else None
+                    )
+                    yield self._weight(layout, tensor, name, Coordinates(tp, stage, 0, ep))
+
+    def _weight(self, layout: ParamLayout, tensor: int, name: WeightName, at: Coordinates) -> OutputFile:
+        path = f"model/{format_weight_name(name)}"
+        shape = layout.local_shape(self.topology)
+        metadata = shard_metadata(layout, self.topology, at.tp, at.ep, self.dialect.shard_version)
+        header = format_header("data", layout.dtype, shape, metadata)
+        nbytes = prod(shape) * ITEMSIZE[layout.dtype]
+        buffer = self.builder.buffer(path, len(header), nbytes, layout.dtype)
+        for view in layout.views(self.topology, at.tp, at.ep):
+            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
+        return OutputFile(path, (Literal(header), Payload(buffer, nbytes)))
+
+    def _optimizer(self) -> Iterator[OutputFile]:
+        topology = self.topology
+        for at in topology:
+            if at.dp and not self.zero_stage:
+                continue
+            name = RankName(
+                (at.pp, topology.pp), (at.tp, topology.tp), (at.dp, topology.dp) if self.zero_stage else None,
+                (at.ep, topology.ep) if self.dialect.names_experts else None,
+            )  # fmt: skip
+            path = f"optimizer/{format_rank_name('optimizer', name)}"
+            stem = path.removesuffix(".pt").rpartition("/")[2]
+            yield OutputFile(path, tuple(lay_out(self._state_dict(path, at), stem)))
+        yield OutputFile("optimizer/optimizer_config.json", (Literal(json.dumps(self._optimizer_config()).encode()),))
+
+    def _slice(self, layout: ParamLayout, at: Coordinates) -> tuple[int, int]:
+        numel = prod(layout.local_shape(self.topology))
+        return zero_slice(numel, self.topology.dp, at.dp) if self.zero_stage else (0, numel)
+
+    def _state_dict(self, path: str, at: Coordinates) -> dict[str, Any]:
+        """Return what a rank saves. An empty ZeRO-1 slice has no id, but its own group stays where there is one."""
+        tensor = partial(self._tensor, path, at)
+        names: dict[int, str] = {}
+        state: dict[int, dict[str, Any]] = {}
+        masters: dict[str, NewTensor] = {}
+        groups: list[dict[str, Any]] = []
+        for fqn in self.stages[at.pp]:
+            layout = self.layouts[fqn]
+            if at.tp and is_row_bias(layout, self.layouts):
+                continue
+            flat = self._slice(layout, at)
+            ids = [len(names)] if flat[1] > flat[0] else []
+            if self.dialect.group_per_parameter or not groups:
+                groups.append(self._group(fqn, ids))
+            else:
+                groups[0]["params"].extend(ids)
+            for number in ids:
+                names[number] = fqn
+                entries = self.source.states[fqn]
+                if entries:
+                    state[number] = {
+                        key: _scalar(entry) if isinstance(entry, Scalar) else tensor(fqn, key, entry, flat)
+                        for key, entry in entries.items()
+                    }
+                if self.source.has_masters:
+                    masters[fqn] = tensor(fqn, MASTER, "float32", flat)
+        result: dict[str, Any] = {
+            "state": state, "param_groups": groups, "names": {n: fqn for n, fqn in names.items() if n in state},
+        }  # fmt: skip
+        return {**result, "gradient_accumulator": masters} if self.source.has_masters else result
+
+    def _group(self, fqn: str, ids: list[int]) -> dict[str, Any]:
+        values = self.source.hyperparameters[fqn]
+        ordered = [key for key in self.dialect.group_keys if key in values]
+        ordered += [key for key in values if key not in ordered]
+        return {**{key: values[key] for key in ordered}, "params": ids}
+
+    def _tensor(
+        self, path: str, at: Coordinates, fqn: str, state: str, dtype: str, flat: tuple[int, int]
+    ) -> NewTensor:  # fmt: skip
+        layout = self.layouts[fqn]
+        tensor = self.builder.tensor(TensorKey(fqn, state), layout.shape, dtype)
+        buffer = self.builder.buffer(path, 0, (flat[1] - flat[0]) * ITEMSIZE[dtype], dtype)
+        for view in layout.views(self.topology, at.tp, at.ep, flat):
+            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
+        shape = (flat[1] - flat[0],) if self.zero_stage else layout.local_shape(self.topology)
+        return NewTensor(dtype, shape, buffer)
+
+    def _optimizer_config(self) -> dict[str, Any]:
+        topology = self.topology
+        parallelism = {"tp_size": str(topology.tp), "dp_size": str(topology.dp), "pp_size": str(topology.pp)}
+        if self.dialect.names_experts:
+            parallelism["expert_parallel_size"] = str(topology.ep)
+        configs: dict[str, dict[str, Any]] = {}
+        if self.zero_stage:
+            entries = {fqn: zero_config_entry(self.layouts[fqn], topology) for stage in self.stages for fqn in stage}
+            configs = {
+                "param_name_to_dp_rank_offsets": {fqn: ranges for fqn, (ranges, _) in entries.items()},
+                "orig_param_shapes": {fqn: shape for fqn, (_, shape) in entries.items()},
+            }
+        plain = "OptimizerFromGradientAccumulator" if self.source.has_masters else "NamedOptimizer"
+        kind = "ZeroDistributedOptimizer" if self.zero_stage else plain
+        return {"type": kind, "parallelism": parallelism, "configs": configs}
+
+    def _schedulers(self) -> Iterator[OutputFile]:
+        scheduler = self.source.scheduler
+        if scheduler is None:
+            return
+        for (pp, _, _), name in scheduler_files(self.dialect, self.topology).items():
+            fqns: Sequence[str] = self.stages[pp]
+            if not self.dialect.group_per_parameter:
+                fqns = [fqn for stage in self.stages for fqn in stage]
+            state = scheduler.state_dict(self.dialect, fqns)
+            yield OutputFile(f"lr_scheduler/{name}", tuple(lay_out(state, name.removesuffix(".pt"))))
+
+    def _documents(self) -> Iterator[OutputFile]:
+        contents, remarks = target_documents(
+            self.source.documents, self.dialect, self.topology, self.zero_stage, self.vocab_size
+        )
+        self.remarks.extend(remarks)
+        for path, data in contents.items():
+            yield OutputFile(path, (Literal(data),))
+
+
+def _scalar(scalar: Scalar) -> NewTensor | float:
+    """Return a scalar state as it was stored: a 0-dim tensor of its own, or a Python number."""
+    return scalar.value if scalar.dtype is None else NewTensor(scalar.dtype, (), scalar.data)

@@ -1,0 +1,1 @@
+"""Tests of nemo_optim_bridge; the folders mirror the package."""

@@ -1,0 +1,1 @@
+"""Tests of the nanotron format, against checkpoints that nanotron itself saved."""
