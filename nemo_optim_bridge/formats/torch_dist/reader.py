@@ -73,12 +73,16 @@ class DistTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchDist:
-    """A checkpoint's headers: its tensors by key, the keys of its pickled objects, and the tree of ``common.pt``."""
+    """A checkpoint's headers: its tensors by key, the keys of its pickled objects, and the tree of ``common.pt``.
+
+    ``object_places`` is (file, offset, nbytes) of every object, in no particular order.
+    """
 
     path: str
     tensors: Mapping[str, DistTensor]
     objects: tuple[str, ...]
     common: Mapping[Any, Any]
+    object_places: tuple[tuple[str, int, int], ...] = ()
 
 
 def is_torch_dist(path: str | os.PathLike[str]) -> bool:
@@ -103,11 +107,32 @@ def read_torch_dist(path: str | os.PathLike[str]) -> TorchDist:
             path=root,
             hint="load it where it was saved and save it with dist_ckpt_format: torch_dist",
         )
-    tensors, objects = read_metadata(root)
-    return TorchDist(str(root), tensors, objects, read_common(root))
+    _check_versions(root)
+    tensors, objects, places = _read_metadata(root)
+    return TorchDist(str(root), tensors, objects, read_common(root), places)
+
+
+def _check_versions(root: Path) -> None:
+    """Raise UnknownFormatError for a backend of a version that this reader does not know."""
+    config = _config(root)
+    for name, known in (("sharded_backend_version", 1), ("common_backend_version", 1)):
+        if config.get(name, known) != known:
+            raise UnknownFormatError(
+                f"{name} is {config[name]!r}; version {known} is known", path=root / _CONFIG,
+                hint="use a newer version of this package",
+            )  # fmt: skip
+    if config.get("common_backend", "torch") != "torch":
+        raise UnknownFormatError(f"the common backend {config['common_backend']!r} is not known", path=root / _CONFIG)
 
 
 def _backend(root: Path) -> str:
+    backend = _config(root).get("sharded_backend")
+    if not isinstance(backend, str):
+        raise CorruptFileError("metadata.json names no sharded_backend", path=root / _CONFIG)
+    return backend
+
+
+def _config(root: Path) -> dict[str, Any]:
     config = root / _CONFIG
     try:
         if config.stat().st_size > _LARGEST_CONFIG:
@@ -119,10 +144,9 @@ def _backend(root: Path) -> str:
         ) from error  # fmt: skip
     except (OSError, ValueError) as error:
         raise CorruptFileError(f"metadata.json cannot be read ({error})", path=config) from error
-    backend = parsed.get("sharded_backend") if isinstance(parsed, dict) else None
-    if not isinstance(backend, str):
-        raise CorruptFileError("metadata.json names no sharded_backend", path=config)
-    return backend
+    if not isinstance(parsed, dict):
+        raise CorruptFileError("metadata.json holds no object", path=config)
+    return parsed
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -271,10 +295,16 @@ def _allow_list() -> dict[tuple[str, str], object]:
 
 
 _ALLOW: Final = _allow_list()
+#: Every (module, name) that a ``.metadata`` may name.
+ALLOWED_NAMES: Final = tuple(_ALLOW)
 
 
 def read_metadata(root: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
     """Return the tensors by key and the keys of pickled objects, from ``.metadata`` alone."""
+    return _read_metadata(root)[:2]
+
+
+def _read_metadata(root: Path) -> tuple[dict[str, DistTensor], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
     file = root / _METADATA
     try:
         data = file.read_bytes()
@@ -303,7 +333,7 @@ def read_metadata(root: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
         except BridgeError as error:
             problems.append(error)
     raise_all(problems)
-    return tensors, tuple(objects)
+    return tensors, tuple(objects), tuple(where[key, None] for key in objects if (key, None) in where)
 
 
 def _places(places: dict[Any, Any], file: Path) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
