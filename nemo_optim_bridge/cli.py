@@ -72,9 +72,12 @@ def _main(
 def inspect(checkpoint: Checkpoint, as_json: Json = False) -> None:
     """Say what a checkpoint holds, from its headers alone. Exit code 1 when there are problems."""
     with _errors_reported(as_json):
-        from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotron
+        if _is_torch_dist(checkpoint):
+            from nemo_optim_bridge.formats.torch_dist.inspect import inspect as inspect_any
+        else:
+            from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_any
 
-        found = inspect_nanotron(checkpoint)
+        found = inspect_any(checkpoint)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -129,6 +132,63 @@ def reshard(
 
 
 @app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of a Megatron torch_dist checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
+    to: Annotated[str, typer.Option(help="fused_adam, distributed_fused_adam, mcore_float16 or mcore_distributed.")],
+    key_style: Annotated[
+        str, typer.Option(metavar="both|uniform|stock", help="How distributed_fused_adam's masters are spelled.")
+    ] = "both",
+    container: Annotated[
+        str | None, typer.Option(metavar="lightning|megatron", help="Whose common.pt. Default: the source's.")
+    ] = None,
+    target_ep: Annotated[
+        int | None, typer.Option(help="Expert parallel size of the target. Default: experts grouped as saved.", min=1)
+    ] = None,
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Parameters without weight decay. Default: the source framework's rule."),
+    ] = None,
+    exact_remainders: Annotated[
+        bool, typer.Option("--exact-remainders", help="Read all masters; make a stock remainder-mode resume exact.")
+    ] = False,
+    chained_prefix: Annotated[
+        str, typer.Option(metavar="auto|no|yes|both", help="megatron-core's chained_I. before keys.")
+    ] = "auto",
+    torch_adam: Annotated[
+        bool, typer.Option("--torch-adam", help="The target has neither Apex nor Transformer Engine.")
+    ] = False,
+    scheduler_state: Annotated[
+        Path | None, typer.Option(help="JSON of Megatron-LM's opt_param_scheduler, where the source has none.")
+    ] = None,
+    link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
+    fsync: Annotated[bool, typer.Option(help="Sync files and directories to disk.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert CKPT to another optimizer type. Only metadata is new; OUT appears only when it is complete."""
+    with _errors_reported(as_json):
+        from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
+
+        options = Options(
+            to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
+            exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
+            scheduler_state=scheduler_state, link=link, overwrite=overwrite, fsync=fsync,
+        )  # fmt: skip
+        planned = plan_convert(checkpoint, out, options)
+        if not dry_run:
+            with _progress() as report:
+                planned.run(report)
+        summary = {**planned.summary(), "written": not dry_run}
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _print_table(summary)
+    raise typer.Exit(EXIT_OK)
+
+
+@app.command()
 def verify(
     left: Annotated[Path, typer.Argument(metavar="A")],
     right: Annotated[Path, typer.Argument(metavar="B")],
@@ -137,9 +197,15 @@ def verify(
 ) -> None:
     """Tell whether two checkpoints hold the same optimizer state, bit for bit, whatever their topologies."""
     with _errors_reported(as_json):
-        from nemo_optim_bridge.formats.nanotron.verify import verify as verify_nanotron
+        found: Any
+        if _is_torch_dist(left) and _is_torch_dist(right):
+            from nemo_optim_bridge.formats.torch_dist.verify import verify as verify_torch_dist
 
-        found = verify_nanotron(left, right, vocab_size)
+            found = verify_torch_dist(left, right)
+        else:
+            from nemo_optim_bridge.formats.nanotron.verify import verify as verify_nanotron
+
+            found = verify_nanotron(left, right, vocab_size)
     if as_json:
         typer.echo(
             json.dumps(
@@ -163,6 +229,12 @@ def verify(
         counted = f"{found.num_tensors} tensors, {found.num_elements:,} elements"
         typer.echo(f"the same: {counted}" if found.same else f"different: {len(found.differences)} of {counted}")
     raise typer.Exit(EXIT_OK if found.same else EXIT_DIFFERENT)
+
+
+def _is_torch_dist(path: Path) -> bool:
+    from nemo_optim_bridge.formats.torch_dist import is_megatron
+
+    return is_megatron(path)
 
 
 def _split(text: str | None) -> tuple[int, ...] | None:

@@ -141,7 +141,7 @@ class Conversion:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise OutputError(f"cannot be written: {error.strerror}", path=target.parent) from error
-            is_data = name in self.sizes
+            is_data = name in self.sizes or name.endswith(".distcp")
             way = link_file(root / name, target, self.options.link if is_data else "copy")
             ways.update([way] if is_data else [])
         return ways
@@ -156,7 +156,9 @@ def plan_convert(path: Path, out: Path, options: Options) -> Conversion:
     container = options.container or saved.container
     if container == MEGATRON and options.to not in MEGATRON_KINDS:
         raise TargetError(
-            f"{options.to} is NeMo's, which reads Lightning's container only", path=path, hint="add --container lightning"
+            f"{options.to} is NeMo's, which reads Lightning's container only",
+            path=path,
+            hint="add --container lightning",
         )
     states = read_states(source)
     sizes = check_bytes(source)
@@ -221,10 +223,10 @@ def _rule_remarks(
     differ = [fqn for fqn, shape in shapes.items() if rule.decays(fqn, shape) != usual.decays(fqn, shape)]
     if not differ or (options.to in MEGATRON_KINDS) == saved.is_megatron:
         return []
-    kept = "have" if rule.decays(differ[0], shapes[differ[0]]) else "have no"
+    here, there = ("", "no ") if rule.decays(differ[0], shapes[differ[0]]) else ("no ", "")
     return [
-        f"{len(differ)} parameters ({differ[0]}, ...) {kept} weight decay by the rule of this conversion, and not so by "
-        f"{usual.origin}: let the run group them as here, or their weight decay changes"
+        f"{len(differ)} parameters ({differ[0]}, ...) have {here}weight decay by the rule used here, and would have "
+        f"{there}weight decay by {usual.origin}: let the run group them as here, or it changes"
     ]
 
 

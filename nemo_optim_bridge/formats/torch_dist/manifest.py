@@ -42,12 +42,12 @@ class TorchDistState:
 
 
 def read_manifest(
-    path: str | os.PathLike[str], *, no_decay: tuple[str, ...] = (), weights: bool = True, bare_names: bool = False
-) -> TorchDistState:
+    path: str | os.PathLike[str], *, rule: Rule | None = None, weights: bool = True, bare_names: bool = False
+) -> TorchDistState:  # fmt: skip
     """Read a checkpoint's headers, those of every stored box included; no tensor's bytes, no framework.
 
     Args:
-        no_decay: patterns of the names of parameters without weight decay; default: the framework's own rule.
+        rule: which parameters have no weight decay; default: the framework's own rule.
         weights: whether the model's own tensors are of interest.
         bare_names: leave out what NeMo puts before all parameters' names, to compare with Megatron-LM's.
 
@@ -63,7 +63,7 @@ def read_manifest(
         wanted += [(TensorKey(fqn.removeprefix(prefix), state), tensor) for state, tensor in found.items()]
         if weights and fqn in checkpoint.tensors:
             wanted.append((TensorKey(fqn.removeprefix(prefix), WEIGHT), checkpoint.tensors[fqn]))
-    rule = Rule.of(saved.kind, no_decay)
+    rule = rule or Rule.of(saved.kind, ())
     member = groups_of_parameters(saved.groups, states.shapes, rule)
     values = [_hyperparameters(group, saved.groups) for group in saved.groups]
     groups: list[list[str]] = [[] for _ in values]

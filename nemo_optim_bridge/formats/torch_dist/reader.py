@@ -93,6 +93,14 @@ def is_torch_dist(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def is_megatron(path: str | os.PathLike[str]) -> bool:
+    """Return whether a directory is, by its ``metadata.json``, any of Megatron's distributed checkpoints."""
+    try:
+        return bool(_backend(Path(path)))
+    except BridgeError:
+        return False
+
+
 def read_torch_dist(path: str | os.PathLike[str]) -> TorchDist:
     """Read the headers of a checkpoint: no tensor, no framework.
 

@@ -90,7 +90,9 @@ def find_ties(
     checkpoint: TorchDist, states: States, progress: Callable[[str, int, int], None] = lambda stage, done, total: None
 ) -> Rounding:
     """Read all masters and all bf16 weights, and return the boxes of weights that are not rounded half up."""
-    fqns = [fqn for fqn in states.tensors if checkpoint.tensors.get(fqn) and checkpoint.tensors[fqn].dtype == "bfloat16"]
+    fqns = [
+        fqn for fqn in states.tensors if checkpoint.tensors.get(fqn) and checkpoint.tensors[fqn].dtype == "bfloat16"
+    ]
     masters = index_chunks(
         checkpoint.path, ((TensorKey(fqn, MASTER), states.tensors[fqn][MASTER]) for fqn in fqns)
     )  # fmt: skip

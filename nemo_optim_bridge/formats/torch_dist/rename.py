@@ -8,7 +8,13 @@ from typing import Final
 
 from nemo_optim_bridge.errors import ContradictionError, TargetError
 from nemo_optim_bridge.formats.torch_dist.containers import respell_model_key
-from nemo_optim_bridge.formats.torch_dist.keys import MASTER, StateKey, belongs_to_optimizer, format_state_key, is_expert
+from nemo_optim_bridge.formats.torch_dist.keys import (
+    MASTER,
+    StateKey,
+    belongs_to_optimizer,
+    format_state_key,
+    is_expert,
+)
 from nemo_optim_bridge.formats.torch_dist.reader import TorchDist
 from nemo_optim_bridge.formats.torch_dist.retarget import TargetOptimizer
 from nemo_optim_bridge.formats.torch_dist.saved import DISTOPT, DISTRIBUTED, MEGATRON

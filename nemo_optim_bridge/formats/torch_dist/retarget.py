@@ -67,7 +67,9 @@ def retarget(saved: SavedOptimizer, kind: str, members: Members, target_ep: int 
         make = _as_megatron if to_megatron else _as_nemo
         groups = [make(group, decays) for group, decays in zip(cut.groups, cut.decays, strict=True)]
     if was_split and not split:
-        remarks.append("the saved expert groups became part of the ordinary ones: the target has expert parallel size 1")
+        remarks.append(
+            "the saved expert groups became part of the ordinary ones: the target has expert parallel size 1"
+        )
     elif split and not was_split:
         remarks.append("experts have groups of their own: the target has an expert parallel size above 1")
     if to_megatron:

@@ -38,7 +38,15 @@ _REFUSED: Final[Mapping[str, str]] = {
 }
 #: Fields of an optimizer's state that are understood; others are kept or reported.
 _KNOWN: Final = frozenset(
-    {"optimizer", "param_groups", "state", "format", "param_state_sharding_type", "param_state", "fp32_from_fp16_params"}
+    {
+        "optimizer",
+        "param_groups",
+        "state",
+        "format",
+        "param_state_sharding_type",
+        "param_state",
+        "fp32_from_fp16_params",
+    }
 )
 
 

@@ -127,9 +127,7 @@ def check_bytes(checkpoint: TorchDist) -> dict[str, int]:
             needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.offset + chunk.nbytes)
             if chunk.nbytes < chunk.region.numel * itemsize:
                 text = f"{chunk.nbytes} bytes are too few for {chunk.region.numel} {tensor.dtype}"
-                problems.append(
-                    ContradictionError(text, path=checkpoint.path, key=tensor.key, region=chunk.region)
-                )
+                problems.append(ContradictionError(text, path=checkpoint.path, key=tensor.key, region=chunk.region))
     for place in checkpoint.object_places:
         needed[place[0]] = max(needed.get(place[0], 0), place[1] + place[2])
     sizes: dict[str, int] = {}
