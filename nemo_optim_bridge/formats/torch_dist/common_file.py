@@ -24,7 +24,7 @@ class CommonFile:
         self._file: TorchFile = torch_zip.read_torch_file(self.path, opaque=True)
         if not isinstance(self._file.root, dict):
             raise CorruptFileError("common.pt holds no dict", path=self.path)
-        self.tree = cast("dict[Any, Any]", self._file.root)
+        self.tree: dict[Any, Any] = self._file.root
 
     def dumps(self, tree: Mapping[Any, Any]) -> bytes:
         """Return a ``common.pt`` of ``tree``, which may share any part of this file's tree.

@@ -72,7 +72,9 @@ _SHARED: Final = frozenset({"lr_schedulers", "content_metadata", "opt_param_sche
 
 
 def _iteration(tree: Mapping[Any, Any], path: str) -> int:
-    found = {name: tree[name] for name in ("global_step", "iteration") if type(tree.get(name)) is int}
+    found: dict[str, int] = {
+        name: tree[name] for name in ("global_step", "iteration") if type(tree.get(name)) is int
+    }
     if len(set(found.values())) > 1:
         raise ContradictionError(f"common.pt has {found}", path=path)
     if not found:
@@ -82,7 +84,7 @@ def _iteration(tree: Mapping[Any, Any], path: str) -> int:
 
 def _lightning(made: dict[Any, Any], target: TargetOptimizer, remarks: list[str], path: str) -> None:
     """Add what Lightning cannot resume without."""
-    wanted = {
+    wanted: dict[str, Any] = {
         "epoch": 0, "global_step": None, "pytorch-lightning_version": _LIGHTNING_VERSION, "state_dict": {}, "loops": {},
         "callbacks": {},
     }  # fmt: skip

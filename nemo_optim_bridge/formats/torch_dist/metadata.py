@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
 from nemo_optim_bridge.formats import pickle_data
@@ -21,13 +21,15 @@ _CHECKPOINT: Final = "torch.distributed.checkpoint"
 _INDEX: Final = Global(f"{_CHECKPOINT}.metadata", "MetadataIndex")
 _METADATA: Final = Global(f"{_CHECKPOINT}.metadata", "Metadata")
 _STORAGE: Final = Global(f"{_CHECKPOINT}.filesystem", "_StorageInfo")
-_CHUNK: Final = Global(f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata")
-_SIZE: Final = Global("torch", "Size")
 _DROPPED: Final = ("planner_data", "all_local_plans", "all_global_plans")
 
 
+#: Names that a pickle calls; all others are classes whose objects are made empty and then given their fields.
+_CALLED: Final = frozenset({"Size", "_get_layout", "_MEM_FORMAT_ENCODING", "WriteItemType"})
+
+
 def _keep(name: Global, *args: object) -> Opaque:
-    return Opaque(name, args)
+    return Opaque(name, args, newobj=name.name not in _CALLED)
 
 
 def _allow_list() -> dict[tuple[str, str], object]:
@@ -56,7 +58,6 @@ class MetadataFile:
         if type(loaded) is not Opaque or loaded.function != _METADATA or type(loaded.state) is not dict:
             raise CorruptFileError(".metadata does not hold torch's Metadata", path=file)
         self._fields: dict[str, Any] = loaded.state
-        self._newobj = loaded.newobj
 
     def renamed(
         self,
@@ -88,7 +89,7 @@ class MetadataFile:
             for name in new(key):
                 places[_renamed_index(index, name)] = place
         fields["storage_data"] = places
-        metadata = Opaque(_METADATA, newobj=self._newobj)
+        metadata = Opaque(_METADATA, newobj=True)
         metadata.state = fields
         return pickle_data.dumps(metadata)
 
@@ -101,7 +102,7 @@ def _renamed_index(index: Opaque, name: str) -> Opaque:
     state: Any = index.state
     if state["fqn"] == name:
         return index
-    renamed = Opaque(_INDEX, newobj=index.newobj)
+    renamed = Opaque(_INDEX, newobj=True)
     renamed.state = {**state, "fqn": name}
     return renamed
 
@@ -113,9 +114,9 @@ def _moved(
     offset = state.get("offset")
     if not isinstance(offset, Opaque):
         return place
-    found = replaced.get((state["fqn"], tuple(offset.args[0])))  # type: ignore[call-overload]
+    found = replaced.get((state["fqn"], tuple(cast("tuple[int, ...]", offset.args[0]))))
     if found is None:
         return place
-    moved = Opaque(_STORAGE, newobj=place.newobj)
+    moved = Opaque(_STORAGE, newobj=True)
     moved.state = {"relative_path": found[0], "offset": found[1], "length": found[2]}
     return moved

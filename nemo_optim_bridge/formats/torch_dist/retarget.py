@@ -86,7 +86,7 @@ def retarget(saved: SavedOptimizer, kind: str, members: Members, target_ep: int 
 
 
 def _neutral(group: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a group with its effective weight decay and without what only megatron-core has, where that says nothing."""
+    """Return a group with its effective weight decay, and of Megatron's own fields only those that say something."""
     identity = identify(group)
     kept = {
         name: value

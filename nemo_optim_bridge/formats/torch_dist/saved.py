@@ -1,4 +1,4 @@
-"""Which optimizer saved a ``torch_dist`` checkpoint, and its groups and step, from ``common.pt``'s tree and the keys."""
+"""Which optimizer saved a ``torch_dist`` checkpoint, and its groups and step, by ``common.pt``'s tree and the keys."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _check_sharding(common: Mapping[Any, Any], states: Iterable[Any], keys: list
         if kind != FULLY_RESHARDABLE:
             known = kind in _REFUSED
             raise UnknownFormatError(
-                f"megatron-core's DistributedOptimizer saved it as {kind!r}" + ("" if known else ", which is not known"),
+                f"megatron-core's DistributedOptimizer saved it as {kind!r}{'' if known else ', which is not known'}",
                 path=path, hint=_REFUSED.get(str(kind), "convert with a newer version of this package"),
             )  # fmt: skip
 
