@@ -169,7 +169,8 @@ def plan_convert(path: Path, out: Path, options: Options) -> Conversion:
     except ParamGroupError as error:
         raise ParamGroupError(
             error.problem, path=path,
-            hint=f"groups were told apart by this rule: {rule}; give the one of the run with --no-decay PATTERN",
+            hint=f"groups were told apart by this rule: {rule}; give the one of the run with --no-decay PATTERN; "
+            "experts keep groups of their own with a --target-ep above 1",
         ) from error  # fmt: skip
     remarks = [*target.remarks, *_rule_remarks(saved, options, rule, shapes)]
     prefix = model_prefix(tuple(shapes))

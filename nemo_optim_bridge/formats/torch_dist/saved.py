@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nemo_optim_bridge.core.groups import common_step, find_steps, is_full_group, without_params
+from nemo_optim_bridge.core.groups import (
+    HYPERPARAMETERS,
+    check_hyperparameter,
+    common_step,
+    find_steps,
+    is_full_group,
+    without_params,
+)
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -203,3 +210,7 @@ def _group_problems(groups: list[dict[str, Any]], path: str) -> Iterable[BridgeE
     for number, group in enumerate(groups):
         if not is_full_group(group):
             yield MissingSourceError(f"param group {number} has no hyperparameters", path=path)
+            continue
+        for name in HYPERPARAMETERS:
+            if name in group and (problem := check_hyperparameter(name, group[name])):
+                yield ContradictionError(f"param group {number}: {problem}", path=path)
