@@ -72,9 +72,7 @@ _SHARED: Final = frozenset({"lr_schedulers", "content_metadata", "opt_param_sche
 
 
 def _iteration(tree: Mapping[Any, Any], path: str) -> int:
-    found: dict[str, int] = {
-        name: tree[name] for name in ("global_step", "iteration") if type(tree.get(name)) is int
-    }
+    found: dict[str, int] = {name: tree[name] for name in ("global_step", "iteration") if type(tree.get(name)) is int}
     if len(set(found.values())) > 1:
         raise ContradictionError(f"common.pt has {found}", path=path)
     if not found:
