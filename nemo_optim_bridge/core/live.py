@@ -60,7 +60,7 @@ def load_tensors(source: Manifest, boxes: Iterable[tuple[TensorKey, Region, torc
         builder.shard(row, region, rank, builder.buffer(str(key), 0, span * ITEMSIZE[dtype], dtype), 0, tensor.stride())
         targets.append(tensor)
     plan = make_plan(source, builder.build())
-    with FileStore(source.buffers) as store:
+    with FileStore.of(source) as store:
         execute_into(plan, store, targets)
         store.check_unchanged()
 

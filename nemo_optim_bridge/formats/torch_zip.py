@@ -24,7 +24,7 @@ import numpy as np
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.output import Literal, Part, Payload, Sealed
 from nemo_optim_bridge.core.region import contiguous_stride
-from nemo_optim_bridge.errors import CorruptFileError, TargetError, UnknownFormatError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, TargetError, UnknownFormatError
 from nemo_optim_bridge.formats import pickle_data
 from nemo_optim_bridge.formats.pickle_data import Call, Global
 
@@ -126,8 +126,13 @@ def read_torch_file(
     """
     name = os.fspath(path)
     if fd is None:
-        with Path(path).open("rb") as file:
-            return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno(), opaque=opaque)
+        try:
+            with Path(path).open("rb") as file:
+                return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno(), opaque=opaque)
+        except FileNotFoundError:
+            raise MissingSourceError("torch file is missing", path=path) from None
+        except OSError as error:
+            raise CorruptFileError(f"torch file cannot be read: {error.strerror}", path=path) from error
     size = os.fstat(fd).st_size
     if nbytes is None:
         nbytes = size - offset

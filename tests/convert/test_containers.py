@@ -13,7 +13,7 @@ from nemo_optim_bridge.formats.torch_dist import read_torch_dist
 from nemo_optim_bridge.formats.torch_dist.convert import Options, convert
 from nemo_optim_bridge.formats.torch_dist.retarget import matched_schedulers
 from nemo_optim_bridge.formats.torch_dist.saved import DISTOPT, DISTRIBUTED, FLOAT16, LIGHTNING, MEGATRON
-from nemo_optim_bridge.formats.torch_dist.verify import verify
+from tests.convert.same import verify
 
 SCHEDULER = {
     "max_lr": 0.01, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 100, "lr_decay_style": "cosine",

@@ -16,7 +16,7 @@ from nemo_optim_bridge.formats.torch_dist.keys import format_state_key, parse_st
 from nemo_optim_bridge.formats.torch_dist.manifest import read_manifest
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
 from nemo_optim_bridge.formats.torch_dist.saved import KINDS, read_saved
-from nemo_optim_bridge.formats.torch_dist.verify import verify
+from tests.convert.same import verify
 
 MODEL_SPACE = (
     "fused_moe_ep1", "fused_moe_ep2", "fused_moe_tp2", "fused_dense", "fused_moe_step0", "dist_moe_stock_keys",
@@ -42,7 +42,7 @@ def test_there_and_back(megatron_fixtures: Path, tmp_path: Path, name: str, to: 
     before = saved_of(source)
     convert(source, tmp_path / "there", Options(to=to))
     found = verify(source, tmp_path / "there")
-    assert found.differences == ()
+    assert found.same, list(found.lines())
     assert found.num_tensors == 4 * 13 if "moe" in name else found.num_tensors
     rule = read_manifest(source).rule
     assert saved_of(tmp_path / "there").kind == to
@@ -50,7 +50,7 @@ def test_there_and_back(megatron_fixtures: Path, tmp_path: Path, name: str, to: 
     back = Options(to=before.kind, target_ep=None if before.kind == DISTRIBUTED else ep_of(before))
     given = Options(**{**{f: getattr(back, f) for f in back.__slots__}, "no_decay": tuple(rule_patterns(source, rule))})
     convert(tmp_path / "there", tmp_path / "back", given)
-    assert verify(source, tmp_path / "back").differences == ()
+    assert verify(source, tmp_path / "back").same
     after = saved_of(tmp_path / "back")
     assert (after.kind, after.step, after.chain) == (before.kind, before.step, before.chain)
     assert [identity(group, before) for group in before.groups] == [identity(group, after) for group in after.groups]
@@ -185,7 +185,8 @@ def test_exact_remainders(megatron_fixtures: Path, tmp_path: Path) -> None:
     summary = convert(source, tmp_path / "out", Options(to=DISTRIBUTED, exact_remainders=True))
     assert any("1 bf16 weights" in remark for remark in summary["remarks"])
     found = verify(source, tmp_path / "out")
-    assert [difference.partition(":")[0].rpartition("|")[2] for difference in found.differences] == ["weight"]
+    assert [difference.key.state for difference in found.tensors] == ["weight"]
+    assert not found.scalars
     again = convert(tmp_path / "out", tmp_path / "again", Options(to=DISTRIBUTED, exact_remainders=True))
     assert any("nothing had to be written" in remark for remark in again["remarks"])
     with pytest.raises(TargetError):
@@ -254,6 +255,13 @@ def test_command_line(megatron_fixtures: Path, tmp_path: Path, capsys: pytest.Ca
     assert "already exists" in capsys.readouterr().err
     assert run(["verify", source, out]) == 0
     assert "the same" in capsys.readouterr().out
+    assert run(["fingerprint", source, "--json"]) == 0
+    digests = json.loads(capsys.readouterr().out)
+    assert run(["fingerprint", out, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {n: d for n, d in digests.items() if n != "remarks"} == {n: d for n, d in again.items() if n != "remarks"}
+    assert run(["inspect", out, "--deep"]) == 0
+    capsys.readouterr()
     assert run(["inspect", out, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["optimizer"], shown["key_style"], shown["num_parameters"]) == (DISTRIBUTED, "both", 13)
