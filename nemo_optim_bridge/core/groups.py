@@ -103,6 +103,15 @@ def both_sides(saved: Sequence[Group], current: Sequence[Group]) -> str:
     return "\n".join(lines)
 
 
+def group_error(problem: str, saved: Sequence[Group], current: Sequence[Group]) -> ParamGroupError:
+    """Return the error for groups that do not fit, with the ways out and both lists."""
+    return ParamGroupError(
+        problem,
+        hint="keep this run's own values with hyperparameters: current, or group the parameters as the saved run did\n"
+        + both_sides(saved, current),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Matching:
     """Which saved group every current group takes its values from.
@@ -144,11 +153,7 @@ def match_groups(saved: Sequence[Group], current: Sequence[Group]) -> Matching:
             partner[i] = j
         used.update(rivals)
     if problems:
-        raise ParamGroupError(
-            "; ".join(problems) + "\n" + both_sides(saved, current),
-            hint="keep this run's own values with hyperparameters: current, or give those that must change as a "
-            "mapping, or group the parameters as the saved run did",
-        )
+        raise group_error("; ".join(problems), saved, current)
     taken = set(partner)
     folded = frozenset(used - taken)
     return Matching(tuple(partner), folded, frozenset(range(len(saved))) - used)

@@ -350,3 +350,83 @@ def fused(
     if save_to:
         save(save_to, model, fused_sharded(model, optimizer), steps)
     return fused_result(model, optimizer)
+
+
+def resume_by_strategy(
+    path: str, wheel: str, tp: int = 1, moe: bool = True, cls: str = "bridge", save_to: str = "", strict: Any = None,
+    reverse: bool = False, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Resume, and save when asked, through the methods that NeMo 2.4.1's NLPDDPStrategy and checkpoint IO have."""
+    from nemo_strategy import make_strategy
+
+    start(tp)
+    model = build(moe, tp)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = make_distributed(model, cls, reverse, **options)
+    strategy = make_strategy(wheel, model, optimizer, strict)
+    try:
+        loaded = strategy.load_checkpoint(path)
+        weights = {key.removeprefix("model."): value for key, value in loaded["state_dict"].items()}
+        model.load_state_dict(weights, strict=False)
+        optimizer.load_state_dict(loaded["optimizer_states"][0])
+    except BaseException as error:  # torch's CheckpointException derives from BaseException
+        return {"error": f"{type(error).__name__}: {error}"}
+    if save_to:
+        checkpoint = {"lr_schedulers": [], "optimizer_states": [optimizer.state_dict()]}
+        strategy.save_checkpoint({**checkpoint, "sharded_state_dict": sharded_model(model)}, save_to)
+        dist.barrier()
+    return distributed_result(model, optimizer)
+
+
+def resume_with_one_argument(path: str) -> dict[str, Any]:
+    """Resume where the base class's ``sharded_state_dict`` takes the model's state only, as in NeMo 1.23."""
+    from nemo.core.optim.distributed_adam import MegatronDistributedFusedAdam
+
+    original = MegatronDistributedFusedAdam.sharded_state_dict
+
+    def old(self, model_sharded_state_dict):
+        return original(self, model_sharded_state_dict)
+
+    MegatronDistributedFusedAdam.sharded_state_dict = old
+    start()
+    model = build()
+    optimizer = make_distributed(model)
+    request = {
+        "state_dict": sharded_model(model),
+        "optimizer_states": [optimizer.sharded_state_dict(sharded_model(model))],
+    }
+    loaded = dist_checkpointing.load(sharded_state_dict=request, checkpoint_dir=path)
+    weights = {key.removeprefix("model."): value for key, value in loaded["state_dict"].items()}
+    model.load_state_dict(weights, strict=False)
+    optimizer.load_state_dict(loaded["optimizer_states"][0])
+    return distributed_result(model, optimizer)
+
+
+def plain(steps: int = 3, save_to: str = "", dtype: str = "float32") -> dict[str, Any]:
+    """Train fused_adam without NeMo's wrapper: the weights are the masters, the state has moments only."""
+    start()
+    model = build(dtype=getattr(torch, dtype))
+    initialize(model)
+    optimizer = FusedAdam(groups_of(model), **SOURCE)
+    entries = sharded_of(model)
+    for step in range(1, 1 + steps):
+        for parameter in model.parameters():
+            parameter.grad = gradient(entries[id(parameter)], step).to(parameter.dtype)
+        optimizer.step()
+    state = optimizer.state_dict()
+    optim_state_to_sharding_state(
+        state, get_param_id_to_sharded_param_map(sharded_model(model), model_order(optimizer))
+    )
+    save(save_to, model, state, steps)
+    boxes = []
+    for parameter in model.parameters():
+        found = optimizer.state[parameter]
+        for name, value in (("fp32_param", parameter), *((n, found[n]) for n in ("exp_avg", "exp_avg_sq"))):
+            boxes += pieces(entries[id(parameter)], value, name)
+    return {"boxes": boxes}
+
+
+def model_order(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the optimizer's parameters in its own order."""
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -87,7 +87,7 @@ def test_a_summary_tells_what_was_done(rig, fixture):
     assert (report["step"], report["parameters"], report["elements"]) == (3, 34, 48192)
     assert (report["key_style"], report["masters"]) == ("uniform", "checkpoint")
     assert [group["weight_decay"] for group in report["groups"]] == [0.1, 0.0]
-    assert report["weights_resynced"] == 1  # the one tie among 48192 elements
+    assert report["ties_resynced"] == 1  # the one tie among 48192 elements
 
 
 # ------------------------------------------------------------------------ the failures, on stock and on the bridge
@@ -199,7 +199,7 @@ def test_every_master_on_a_tie_is_restored(rig, tmp_path):
     assert len(differences(by_stock, truth)) == 13  # every parameter's masters
     results = rig.run("resume", 2, path=path)
     assert differences(assemble(results), truth) == []
-    assert results[0]["report"]["weights_resynced"] == 48192
+    assert results[0]["report"]["ties_resynced"] == 48192
 
 
 # -------------------------------------------------------------------------------------------------- what is refused
@@ -283,7 +283,7 @@ def test_saved_checkpoints_load_again(rig, fixture, tmp_path, style):
     results = rig.run("resume", 1, path=path)
     check(results, source)
     assert results[0]["report"]["key_style"] == ("uniform" if style == "uniform" else "stock")
-    assert results[0]["report"]["weights_resynced"] == 0  # saved with the rounding that the masters need
+    assert results[0]["report"]["ties_resynced"] == 0  # saved with the rounding that the masters need
     by_stock = rig.run("resume", 1, path=path, cls="stock")
     if style == "uniform":
         assert by_stock[0]["stage"] == "ask"
@@ -313,3 +313,8 @@ def test_a_capturable_optimizer_keeps_step_and_rate_as_tensors(rig, fixture):
     options = {"capturable": True, "store_params": True, "store_param_remainders": False}
     (result,) = rig.run("resume", 1, path=path, steps=1, **options)
     assert result["step"] == 4
+
+
+def test_base_classes_that_take_one_argument_work_as_well(rig, fixture):
+    source = fixture("dist_moe_stock_keys")
+    check(rig.run("resume_with_one_argument", 1, path=source.path), source)

@@ -32,12 +32,15 @@ def share(problem: BridgeError | None, facts: T) -> list[T]:
             raise problem
         return [facts]
     told: list[Any] = [None] * dist.get_world_size()
-    mine = None if problem is None else (type(problem).__name__, problem.problem, problem.path, problem.hint)
+    mine = None
+    if problem is not None:
+        key = None if problem.key is None else str(problem.key)
+        mine = (type(problem).__name__, problem.problem, problem.path, key, problem.hint)
     dist.all_gather_object(told, (mine, None if problem is not None else facts))
     if problem is not None:
         raise problem
     for rank, (theirs, _) in enumerate(told):
         if theirs is not None:
-            name, text, path, hint = theirs
-            raise getattr(errors, name, CheckpointError)(text, path=path, rank=rank, hint=hint)
+            name, text, path, key, hint = theirs
+            raise getattr(errors, name, CheckpointError)(text, path=path, key=key, rank=rank, hint=hint)
     return [fact for _, fact in told]

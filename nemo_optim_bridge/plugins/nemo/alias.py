@@ -51,7 +51,7 @@ def spelled_as_stock(optim: Any) -> Iterator[None]:
 def check_alias() -> None:
     """Raise TargetError when the nlp collection is loaded without the hooks: it would train, on the wrong path."""
     model = getattr(sys.modules.get(_BASE_MODEL), "MegatronBaseModel", None)
-    if model is not None and not hasattr(model._validate_and_override_config, _MARK):
+    if model is not None and not hasattr(getattr(model, "_validate_and_override_config", None), _MARK):
         raise TargetError(
             f"NeMo's nlp collection does not know that {BRIDGE_NAME!r} is a distributed optimizer: it would wrap it in "
             "MainParamsOptimizerWrapper and choose the wrong precision plugin",
@@ -59,7 +59,10 @@ def check_alias() -> None:
         )
 
 
-def _run_as_stock(owner: type, method: str, optim_of: Callable[[Any], Any], before: Callable[[Any], None]) -> None:
+def _run_as_stock(
+    owner: type | None, method: str, optim_of: Callable[[Any], Any], before: Callable[[Any], None]
+) -> None:  # fmt: skip
+    """Wrap a method, once; a class or method that this NeMo does not have is left out."""
     original = getattr(owner, method, None)
     if original is None or hasattr(original, _MARK):
         return
@@ -71,6 +74,21 @@ def _run_as_stock(owner: type, method: str, optim_of: Callable[[Any], Any], befo
             before(self)
         with spelled_as_stock(optim):
             return original(self, *args, **kwargs)
+
+    setattr(run, _MARK, True)
+    setattr(owner, method, run)
+
+
+def _check_before(owner: type | None, method: str, check: Callable[[Any], None]) -> None:
+    original = getattr(owner, method, None)
+    if original is None or hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if names_bridge(_optim_of_model(self)):
+            check(self)
+        return original(self, *args, **kwargs)
 
     setattr(run, _MARK, True)
     setattr(owner, method, run)
@@ -93,23 +111,32 @@ def _take_distributed_path(model: Any) -> None:
     model.with_distributed_adam = True
 
 
+def _require_distributed_path(model: Any) -> None:
+    """Raise TargetError when a model overrides the method that the path is taken in."""
+    if not model.with_distributed_adam:
+        raise TargetError(
+            f"{type(model).__name__} would train {BRIDGE_NAME!r} as an optimizer that is not distributed",
+            hint="let its _validate_and_override_config call the base class's",
+        )
+
+
 def _hook_base_model(module: ModuleType) -> None:
-    _run_as_stock(
-        module.MegatronBaseModel, "_validate_and_override_config", _optim_of_model, _take_distributed_path
-    )  # fmt: skip
+    owner = getattr(module, "MegatronBaseModel", None)
+    _run_as_stock(owner, "_validate_and_override_config", _optim_of_model, _take_distributed_path)
+    _check_before(owner, "setup_optimization", _require_distributed_path)
 
 
 def _hook_trainer_builder(module: ModuleType) -> None:
     for method in ("_training_strategy", "_plugins"):
-        _run_as_stock(module.MegatronTrainerBuilder, method, _optim_of_builder, _nothing)
+        _run_as_stock(getattr(module, "MegatronTrainerBuilder", None), method, _optim_of_builder, _nothing)
 
 
 def _hook_nlp_adapters(module: ModuleType) -> None:
-    _run_as_stock(module.NLPAdapterModelMixin, "add_adapter", _optim_of_model, _nothing)
+    _run_as_stock(getattr(module, "NLPAdapterModelMixin", None), "add_adapter", _optim_of_model, _nothing)
 
 
 def _hook_multimodal_adapters(module: ModuleType) -> None:
-    _run_as_stock(module.MultimodalAdapterModelMixin, "add_adapter", _optim_of_model, _nothing)
+    _run_as_stock(getattr(module, "MultimodalAdapterModelMixin", None), "add_adapter", _optim_of_model, _nothing)
 
 
 #: What to run after which module of the nlp collection was imported.

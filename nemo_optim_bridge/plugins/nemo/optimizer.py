@@ -175,7 +175,7 @@ class DistributedFusedAdamBridge(MegatronDistributedFusedAdam):
             folded_groups=tuple(sorted(restore.matching.folded)) if restore.matching else (),
             key_style=self._request.key_style,
             masters=self._request.masters,
-            weights_resynced=resynced,
+            ties_resynced=resynced,
         )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nemo.core.config.optimizers import AdamParams
+from nemo.core.config.optimizers import OptimizerParams
 
 
 @dataclass
-class DistributedFusedAdamBridgeParams(AdamParams):
-    """Adam's parameters as NeMo knows them, less ``amsgrad``, which Apex lacks, and this class's own."""
+class DistributedFusedAdamBridgeParams(OptimizerParams):
+    """Adam's parameters that NeMo's params classes have, and this class's own."""
 
-    amsgrad: bool = False
+    eps: float = 1e-8
+    weight_decay: float = 0.0
     fp32_key_style: str = "auto"
     hyperparameters: Any = "checkpoint"
     masters_from_weights: bool = False

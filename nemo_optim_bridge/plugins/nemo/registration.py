@@ -58,9 +58,13 @@ def _add_to_registry(optimizers: ModuleType) -> None:
     if "distributed_fused_adam" not in optimizers.AVAILABLE_OPTIMIZERS:
         optimizers.AVAILABLE_OPTIMIZERS[OPTIMIZER_NAME] = unavailable
         return
-    from nemo_optim_bridge.plugins.nemo.optimizer import DistributedFusedAdamBridge
-    from nemo_optim_bridge.plugins.nemo.params import DistributedFusedAdamBridgeParams
-
+    try:
+        from nemo_optim_bridge.plugins.nemo.optimizer import DistributedFusedAdamBridge
+        from nemo_optim_bridge.plugins.nemo.params import DistributedFusedAdamBridgeParams
+    except ImportError as error:  # NeMo must not fail to import because of this
+        logger.warning("%s cannot be had here: %s", OPTIMIZER_NAME, error)
+        optimizers.AVAILABLE_OPTIMIZERS[OPTIMIZER_NAME] = unavailable
+        return
     optimizers.register_optimizer(OPTIMIZER_NAME, DistributedFusedAdamBridge, DistributedFusedAdamBridgeParams)
 
 

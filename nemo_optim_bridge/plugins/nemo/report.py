@@ -14,7 +14,8 @@ class RestoreReport:
     ``source`` is the optimizer that wrote the state, ``key_style`` how its masters were spelled (``uniform``,
     ``stock``, or ``unknown`` when the state did not come through megatron-core's load), ``masters`` where they came
     from, ``groups`` each group's values after the load with the number of the saved group they came from,
-    ``weights_resynced`` how many model weights were rewritten so that the masters are exact.
+    ``ties_resynced`` how many model weights were rewritten so that the masters are exact: rounding ties, and whatever
+    else disagreed.
     """
 
     source: str
@@ -26,7 +27,7 @@ class RestoreReport:
     folded_groups: tuple[int, ...]
     key_style: str
     masters: str
-    weights_resynced: int
+    ties_resynced: int
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values only."""
@@ -38,7 +39,7 @@ class RestoreReport:
         lines = [
             f"distributed_fused_adam_bridge: restored the state of {self.source}{where}: step {self.step}, "
             f"{self.parameters} parameters, {self.elements} elements on this rank; masters from {self.masters} "
-            f"(key style {self.key_style}), {self.weights_resynced} model weights set to the masters' rounding",
+            f"(key style {self.key_style}), {self.ties_resynced} model weights set to the masters' rounding",
         ]
         for number, group in enumerate(self.groups):
             origin = "this run" if group["saved_group"] is None else f"saved group {group['saved_group']}"

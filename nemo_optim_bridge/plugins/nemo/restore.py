@@ -15,6 +15,7 @@ from nemo_optim_bridge.core.groups import (
     both_sides,
     common_step,
     find_steps,
+    group_error,
     match_groups,
     merge_group,
     without_params,
@@ -157,9 +158,9 @@ def _check_membership(arrived: Arrived, current_groups: Sequence[Group]) -> None
     theirs, mine = [len(ids) for ids in arrived.ids], [len(group["params"]) for group in current_groups]
     if theirs != mine:
         raise ParamGroupError(
-            f"the state lists {theirs} parameters a group, this optimizer has {mine}\n"
+            f"the state lists {theirs} parameters a group, this optimizer has {mine}",
+            hint="the model differs from the one that asked for the state\n"
             + both_sides(arrived.saved_groups, current_groups),
-            hint="the model differs from the one that asked for the state",
         )
 
 
@@ -197,11 +198,7 @@ def check_together(told: Sequence[Facts], saved: Sequence[Group], current: Seque
     """
     orphans = frozenset.intersection(*(facts.unmatched for facts in told)) if told else frozenset()
     if orphans:
-        raise ParamGroupError(
-            f"saved groups {sorted(orphans)} have no partner in this optimizer\n" + both_sides(saved, current),
-            hint="group the parameters as the saved run did, or keep this run's own values with "
-            "hyperparameters: current",
-        )
+        raise group_error(f"saved groups {sorted(orphans)} have no partner in this optimizer", saved, current)
     steps = {facts.step or 0 for facts in told}
     if len(steps) > 1:
         raise ContradictionError(f"ranks read different steps: {sorted(steps)}")

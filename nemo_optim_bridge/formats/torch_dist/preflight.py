@@ -23,7 +23,7 @@ from nemo_optim_bridge.core.groups import (
     without_params,
 )
 from nemo_optim_bridge.errors import BridgeError, TargetError
-from nemo_optim_bridge.formats.torch_dist import (
+from nemo_optim_bridge.formats.torch_dist.reader import (
     STATE_PREFIX,
     STOCK_FACTORY_PREFIX,
     UNIFORM_PREFIX,
