@@ -23,7 +23,8 @@ from nemo_optim_bridge.errors import (
 )
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile
 from nemo_optim_bridge.formats.torch_dist.convert import Options, convert
-from nemo_optim_bridge.formats.torch_dist.metadata import MetadataFile
+from nemo_optim_bridge.formats.torch_dist.document import load_document
+from nemo_optim_bridge.formats.torch_dist.metadata import renamed_metadata
 from nemo_optim_bridge.formats.torch_dist.saved import DISTRIBUTED, FUSED, MEGATRON
 
 MASTER = "optimizer.state.fp32_param.model.decoder.final_layernorm.weight"
@@ -53,7 +54,7 @@ def common(change: Callable[[dict[Any, Any]], None]) -> Callable[[Path], None]:
 
 def rename(old: str, new: list[str]) -> Callable[[Path], None]:
     def apply(root: Path) -> None:
-        data = MetadataFile(root).renamed(lambda key: new if key == old else [key])
+        data = renamed_metadata(load_document(root), lambda key: new if key == old else [key])
         (root / ".metadata").write_bytes(data)
 
     return apply
@@ -147,10 +148,10 @@ def test_other_sharding_types_are_refused(megatron_fixtures: Path, tmp_path: Pat
 
 
 def test_a_failure_while_writing_leaves_nothing(megatron_fixtures: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    def fail(self: MetadataFile, *_: object) -> bytes:
+    def fail(*_: object) -> bytes:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(MetadataFile, "renamed", fail)
+    monkeypatch.setattr("nemo_optim_bridge.formats.torch_dist.convert.renamed_metadata", fail)
     with pytest.raises(OSError, match="No space"):
         convert(megatron_fixtures / "fused_dense" / "ckpt", tmp_path / "out", Options(to=DISTRIBUTED))
     assert list(tmp_path.iterdir()) == []

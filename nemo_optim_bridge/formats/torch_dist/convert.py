@@ -16,10 +16,11 @@ from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.documents import read_json
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile, opaque_classes
 from nemo_optim_bridge.formats.torch_dist.containers import model_prefix, rewrap, target_prefix
+from nemo_optim_bridge.formats.torch_dist.document import Document
 from nemo_optim_bridge.formats.torch_dist.link import check_link, link_file
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
-from nemo_optim_bridge.formats.torch_dist.metadata import MetadataFile
-from nemo_optim_bridge.formats.torch_dist.reader import TorchDist, read_torch_dist
+from nemo_optim_bridge.formats.torch_dist.metadata import Moved, renamed_metadata
+from nemo_optim_bridge.formats.torch_dist.reader import TorchDist, read_with_document
 from nemo_optim_bridge.formats.torch_dist.remainders import Rounding, find_ties
 from nemo_optim_bridge.formats.torch_dist.rename import Spelling, new_names, resolve_chained_prefix
 from nemo_optim_bridge.formats.torch_dist.retarget import TargetOptimizer, optimizer_state, retarget
@@ -71,6 +72,7 @@ class Conversion:
     """A conversion that was planned from headers alone. ``run`` does it."""
 
     source: TorchDist
+    document: Document
     saved: SavedOptimizer
     states: States
     target: TargetOptimizer
@@ -117,12 +119,12 @@ class Conversion:
         root = Path(self.source.path)
         before = _identities(root, self.sizes)
         with new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync) as folder:
-            moved: Mapping[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+            moved: Moved = {}
             if self.options.exact_remainders:
                 rounding: Rounding = find_ties(self.source, self.states, progress)
                 moved = rounding.write(folder, self.options.fsync)
                 self.remarks.append(rounding.remark())
-            metadata = MetadataFile(root).renamed(lambda key: self.names.get(key, (key,)), moved)
+            metadata = renamed_metadata(self.document, lambda key: self.names.get(key, (key,)), moved)
             ways = self._link(root, folder)
             _write(folder / "common.pt", self.common, self.options.fsync)
             _write(folder / ".metadata", metadata, self.options.fsync)
@@ -151,7 +153,7 @@ def plan_convert(path: Path, out: Path, options: Options) -> Conversion:
     """Plan a conversion from headers alone; raises BridgeError with every reason why it is not possible."""
     check_output(out, (path,), overwrite=options.overwrite)
     _check_options(options)
-    source = read_torch_dist(path)
+    source, document = read_with_document(path)
     saved = read_saved(source.common, (*source.tensors, *source.objects), source.path)
     container = options.container or saved.container
     if container == MEGATRON and options.to not in MEGATRON_KINDS:
@@ -193,7 +195,8 @@ def plan_convert(path: Path, out: Path, options: Options) -> Conversion:
     if classes := opaque_classes(tree):
         remarks.append(f"objects of {', '.join(classes[:6])} in common.pt are kept unopened")
     return Conversion(
-        source, saved, states, target, names, common.dumps(tree), out, options, sizes, remarks, rule, container
+        source, document, saved, states, target, names, common.dumps(tree), out, options, sizes, remarks, rule,
+        container,
     )  # fmt: skip
 
 
