@@ -66,14 +66,21 @@ def measure(source: Path, out: Path, to: str) -> dict[str, float]:
     """Convert and return seconds and the peak of resident memory in bytes."""
     from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
 
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     planned = plan_convert(source, out, Options(to=to))
     between = time.perf_counter()
     planned.run()
     stop = time.perf_counter()
+    cpu = time.process_time() - cpu
     status = Path("/proc/self/status").read_text()  # ru_maxrss would count the process that started this one
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    return {"seconds": stop - start, "plan": between - start, "write": stop - between, "peak_bytes": peak}
+    return {
+        "seconds": stop - start,
+        "cpu_seconds": cpu,
+        "plan": between - start,
+        "write": stop - between,
+        "peak_bytes": peak,
+    }
 
 
 def main() -> None:
