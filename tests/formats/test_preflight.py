@@ -130,6 +130,20 @@ def test_other_optimizers_states(changed):
     assert "no optimizer is known" in changed(lambda c: c.update(optimizer_states=[{"x": 1}])).problems[0]
 
 
+def test_megatron_groups_are_understood(changed):
+    def to_mcore(common):
+        for group in groups(common):
+            group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0
+            group.update(weight_decay=0.1, lr_mult=1.0, is_expert_parallel=group.pop("is_expert"))
+
+    report = changed(to_mcore)
+    assert (report.resumes, report.source) == (True, "mcore Float16Optimizer")
+    assert [(g["decays"], g["expert"]) for g in report.groups] == [(True, False), (True, True), (False, False)]
+    assert any("norm weights" in line for line in report.advice)
+    changed_mult = changed(lambda c: [to_mcore(c), groups(c)[0].update(wd_mult=0.5), groups(c)[1].update(wd_mult=0.5)])
+    assert any("wd_mult" in line for line in changed_mult.advice)
+
+
 def test_missing_and_short_files(changed):
     report = changed(files=lambda target: (target / "__1_0.distcp").unlink())
     assert report.problems == ("__1_0.distcp is missing",)

@@ -63,8 +63,13 @@ def build(moe: bool = True, tp: int = 1, pp: int = 1, ep: int = 1, dtype: torch.
     return model.to(dtype)
 
 
+def whole_model(model: GPTModel) -> dict[str, Any]:
+    return dict(model.sharded_state_dict(prefix="model."))
+
+
 def sharded_model(model: GPTModel) -> dict[str, Any]:
-    return {k: v for k, v in model.sharded_state_dict(prefix="model.").items() if not k.endswith("_extra_state")}
+    """Return the parameters' entries, as NeMo's strategy hands them to the optimizer."""
+    return {k: v for k, v in whole_model(model).items() if not k.endswith("_extra_state")}
 
 
 def sharded_of(model: GPTModel) -> dict[int, Any]:
@@ -219,7 +224,7 @@ def save(path: str, model: GPTModel, optimizer_state: dict[str, Any], step: int)
     """Save as NeMo's strategy does: model weights and one optimizer's state in Lightning's container."""
     checkpoint = {
         "epoch": 0, "global_step": step, "state_dict": {}, "lr_schedulers": [{"last_epoch": step}], "loops": {},
-        "sharded_state_dict": sharded_model(model), "optimizer_states": [optimizer_state],
+        "sharded_state_dict": whole_model(model), "optimizer_states": [optimizer_state],
     }  # fmt: skip
     strategy = get_default_save_sharded_strategy("torch_dist", 1)
     strategy.thread_count = 1
@@ -229,7 +234,7 @@ def save(path: str, model: GPTModel, optimizer_state: dict[str, Any], step: int)
 
 def ask(path: str, model: GPTModel, optimizer: Any, **options: Any) -> dict[str, Any]:
     """Load as NeMo's strategy does; put the weights into the model and return the optimizer's state."""
-    request = {"state_dict": sharded_model(model), "optimizer_states": [None]}
+    request = {"state_dict": whole_model(model), "optimizer_states": [None]}
     request["optimizer_states"] = [optimizer.sharded_state_dict(sharded_model(model), None)]
     loaded = dist_checkpointing.load(sharded_state_dict=request, checkpoint_dir=path, **options)
     weights = {key.removeprefix("model."): value for key, value in loaded["state_dict"].items()}
@@ -374,7 +379,7 @@ def resume_by_strategy(
         return {"error": f"{type(error).__name__}: {error}"}
     if save_to:
         checkpoint = {"lr_schedulers": [], "optimizer_states": [optimizer.state_dict()]}
-        strategy.save_checkpoint({**checkpoint, "sharded_state_dict": sharded_model(model)}, save_to)
+        strategy.save_checkpoint({**checkpoint, "sharded_state_dict": whole_model(model)}, save_to)
         dist.barrier()
     return distributed_result(model, optimizer)
 

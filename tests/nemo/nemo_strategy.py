@@ -59,7 +59,7 @@ def make_strategy(wheel: str, model: Any, optimizer: Any, strict: Any) -> Any:
     strategy = type("Strategy", (), {**own, "use_distributed_checkpointing": True, "is_global_zero": True})()
     strategy.checkpoint_io = type("IO", (), {**io, **settings, "load_directly_on_device": False})()
     strategy.lightning_module = types.SimpleNamespace(
-        optimizers=lambda use_pl_optimizer=True: optimizer, sharded_state_dict=lambda: nemo_jobs.sharded_model(model)
+        optimizers=lambda use_pl_optimizer=True: optimizer, sharded_state_dict=lambda: nemo_jobs.whole_model(model)
     )
     return strategy
 

@@ -126,6 +126,15 @@ def test_a_model_that_hides_the_hook_is_refused(base_model):
     assert base_model.MegatronBaseModel(config(alias.BRIDGE_NAME)).setup_optimization() == "set up"
 
 
+def test_a_trainer_built_too_early_is_refused(base_model):
+    alias.HOOKS[alias._BASE_MODEL](base_model)
+    model = base_model.MegatronBaseModel(config(alias.BRIDGE_NAME))
+    for name, fine in (("PipelineMixedPrecisionPlugin", True), ("MegatronHalfPrecisionPlugin", False)):
+        model.trainer = types.SimpleNamespace(precision_plugin=type("Own", (recorder(name),), {})())
+        with nullcontext() if fine else pytest.raises(TargetError, match="built before"):
+            model.setup_optimization()
+
+
 def test_hooks_twice_are_hooks_once(base_model):
     alias.HOOKS[alias._BASE_MODEL](base_model)
     once = base_model.MegatronBaseModel._validate_and_override_config

@@ -97,6 +97,17 @@ def test_sources_are_told_apart():
     assert (arrived.source, arrived.step) == ("fused_adam (without masters)", 4)
 
 
+def test_megatron_core_groups_are_understood():
+    state_dict = fused()
+    for group in state_dict["optimizer"]["param_groups"]:
+        group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0
+        group.update(weight_decay=0.1, lr_mult=1.0, is_expert_parallel=group.pop("is_expert"))
+    restore = prepare(state_dict, CURRENT, Policy())
+    assert restore.arrived.source == "mcore Float16Optimizer"
+    assert [group["weight_decay"] for group in restore.groups] == [0.1, 0.0]
+    assert [group["is_expert"] for group in restore.groups] == [False, False]
+
+
 def test_steps_kept_per_parameter_are_found():
     state_dict = distributed()
     del state_dict["state"]["step"]

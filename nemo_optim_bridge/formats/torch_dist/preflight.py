@@ -91,6 +91,10 @@ def preflight(path: str | os.PathLike[str], optimizer: str = "distributed_fused_
     problems += _missing_bytes(checkpoint)
     if any(identify(group).expert for group in layout.groups):
         advice.append("set expert_model_parallel_size: 1; the saved expert groups become part of the ordinary ones")
+    if layout.from_megatron:
+        advice.append(
+            "which parameter decays is this run's choice: megatron-core leaves norm weights without decay, NeMo not"
+        )
     if layout.from_megatron and any(group.get("wd_mult", 1.0) not in (0.0, 1.0) for group in layout.groups):
         advice.append("wd_mult other than 0 and 1: check that the stored weight_decay already contains it")
     stock = _stock_resumes(layout, style, states) and not problems

@@ -112,7 +112,14 @@ def _take_distributed_path(model: Any) -> None:
 
 
 def _require_distributed_path(model: Any) -> None:
-    """Raise TargetError when a model overrides the method that the path is taken in."""
+    """Raise TargetError when the trainer or the model came to be without the hooks."""
+    plugin = getattr(getattr(model, "trainer", None), "precision_plugin", None)
+    if any(cls.__name__ == "MegatronHalfPrecisionPlugin" for cls in type(plugin).__mro__):
+        raise TargetError(
+            f"the trainer was built before {BRIDGE_NAME!r} was registered, with the precision plugin of an optimizer "
+            "that is not distributed",
+            hint="call nemo_optim_bridge.plugins.nemo.register() before MegatronTrainerBuilder, or use hydra_runner",
+        )
     if not model.with_distributed_adam:
         raise TargetError(
             f"{type(model).__name__} would train {BRIDGE_NAME!r} as an optimizer that is not distributed",

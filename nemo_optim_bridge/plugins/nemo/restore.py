@@ -73,7 +73,8 @@ def read_arrived(state_dict: Mapping[str, Any]) -> Arrived:
     inner = state_dict.get("optimizer")
     steps: dict[str, int] = {}
     if isinstance(inner, Mapping) and isinstance(inner.get("param_groups"), list | tuple):
-        source, saved = "fused_adam", inner["param_groups"]
+        saved = inner["param_groups"]
+        source = "mcore Float16Optimizer" if any("wd_mult" in group for group in saved) else "fused_adam"
         inner_state = inner.get("state")
         kept = [("optimizer.state", inner_state)] if isinstance(inner_state, Mapping) else []
         steps = find_steps(saved, kept)
