@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -196,6 +197,7 @@ def convert(
         Path | None, typer.Option(help="JSON of Megatron-LM's opt_param_scheduler, where the source has none.")
     ] = None,
     link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
+    workers: NumWorkers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
     fsync: Annotated[bool, typer.Option(help="Sync files and directories to disk.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")] = False,
@@ -203,6 +205,7 @@ def convert(
 ) -> None:
     """Convert CKPT to another optimizer type. Only metadata is new; OUT appears only when it is complete."""
     with _errors_reported(as_json):
+        from nemo_optim_bridge.core.team import Workers
         from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
 
         options = Options(
@@ -212,8 +215,9 @@ def convert(
         )  # fmt: skip
         planned = plan_convert(checkpoint, out, options)
         if not dry_run:
-            with _progress() as report:
-                planned.run(report)
+            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders else 1))
+            with _progress(team) as report:
+                planned.run(team, report)
         summary = {**planned.summary(), "written": not dry_run}
     _print_result(summary, as_json)
 

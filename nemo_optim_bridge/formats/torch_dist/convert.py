@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, identify
 from nemo_optim_bridge.core.publish import check_output, new_directory
+from nemo_optim_bridge.core.team import Progress, Team, Workers, ignore
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.documents import read_json
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile, opaque_classes
@@ -108,11 +109,14 @@ class Conversion:
             "problems": [],
         }
 
-    def run(self, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
-        """Write the target beside its name and rename it into place.
+    def run(
+        self, team: Team | None = None, progress: Callable[[str, int], Progress] = lambda stage, total: ignore
+    ) -> None:
+        """Write the target beside its name and rename it into place; called by one process.
 
         Args:
-            progress: called with the stage's name, bytes done and bytes in total.
+            team: worker processes that share the reading for exact remainders. None is this process alone.
+            progress: called with the stage's name and its bytes; what it returns is called with bytes done.
 
         Raises one BridgeError; the source is untouched and the output absent then.
         """
@@ -121,7 +125,7 @@ class Conversion:
         with new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync) as folder:
             moved: Moved = {}
             if self.options.exact_remainders:
-                rounding: Rounding = find_ties(self.source, self.states, progress)
+                rounding: Rounding = find_ties(self.source, self.states, team or Workers(1), progress)
                 moved = rounding.write(folder, self.options.fsync)
                 self.remarks.append(rounding.remark())
             metadata = renamed_metadata(self.document, lambda key: self.names.get(key, (key,)), moved)

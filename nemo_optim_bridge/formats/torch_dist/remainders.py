@@ -23,6 +23,7 @@ from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, Shard, Te
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.core.team import Progress, Team, ignore
 from nemo_optim_bridge.errors import OutputError
 from nemo_optim_bridge.formats.torch_dist.keys import MASTER
 from nemo_optim_bridge.formats.torch_dist.manifest import index_chunks
@@ -48,8 +49,8 @@ class Rounding:
         if not self.rows:
             return "every bf16 weight is its master rounded half up: nothing had to be written for exact remainders"
         return (
-            f"{self.elements} bf16 weights are not their master rounded half up; {len(self.rows)} boxes with them were "
-            f"written to {FILE}"
+            f"bf16 weights that are not their master rounded half up: {self.elements}; boxes with them, written to "
+            f"{FILE}: {len(self.rows)}"
         )
 
     def write(
@@ -87,9 +88,17 @@ def half_up(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
 
 
 def find_ties(
-    checkpoint: TorchDist, states: States, progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    checkpoint: TorchDist,
+    states: States,
+    team: Team,
+    progress: Callable[[str, int], Progress] = lambda stage, total: ignore,
 ) -> Rounding:
-    """Read all masters and all bf16 weights, and return the boxes of weights that are not rounded half up."""
+    """Read all masters and all bf16 weights, and return the boxes of weights that are not rounded half up.
+
+    Args:
+        team: the processes that share the reading.
+        progress: called with the stage's name and its bytes; what it returns is called with bytes done.
+    """
     fqns = [
         fqn for fqn in states.tensors if checkpoint.tensors.get(fqn) and checkpoint.tensors[fqn].dtype == "bfloat16"
     ]
@@ -98,22 +107,28 @@ def find_ties(
     )  # fmt: skip
     weights = index_chunks(checkpoint.path, ((TensorKey(fqn, MASTER), checkpoint.tensors[fqn]) for fqn in fqns))
     plan = make_plan(masters, _as_masters(weights))
-    wrong: dict[int, int] = {}
-    total, done = plan.num_bytes_read, 0
-    with FileStore(plan.source.buffers) as left, FileStore(plan.target.buffers) as right:
-        master, weight = Gatherer(left), Gatherer(right)
-        for piece in range(len(plan)):
+    weights_of_pieces = plan.shape.prod(axis=1).tolist()
+
+    def make(report: Progress) -> Callable[[int], tuple[int, int]]:
+        """Return what counts the wrong weights in one piece of the plan."""
+        master, weight = Gatherer(FileStore(plan.source.buffers)), Gatherer(FileStore(plan.target.buffers))
+
+        def count(piece: int) -> tuple[int, int]:
             row = int(plan.target_rows[piece])
             shard = plan.target.shards[row]
+            found = 0
             for where, bits in _masters(plan, piece, master):
-                stored = _stored_weight(shard, where, weight)
-                count = int((stored != half_up(bits)).sum())
-                if count:
-                    wrong[row] = wrong.get(row, 0) + count
-                done += bits.nbytes
-            progress("reading masters", done, total)
-        left.check_unchanged()
-        right.check_unchanged()
+                found += int((_stored_weight(shard, where, weight) != half_up(bits)).sum())
+                report(bits.nbytes)
+            return row, found
+
+        return count
+
+    meter = progress("reading masters", plan.num_bytes_read)
+    wrong: dict[int, int] = {}
+    for row, found in team.map(make, range(len(plan)), weights_of_pieces, meter):
+        if found:
+            wrong[row] = wrong.get(row, 0) + found
     return Rounding(plan, tuple(sorted(wrong)), sum(wrong.values()))
 
 
