@@ -101,6 +101,32 @@ def test_distributed_fused_adam_knows_no_expert_parallelism(megatron_fixtures: P
         convert(megatron_fixtures / "fused_moe_ep2" / "ckpt", tmp_path / "out", Options(to=DISTRIBUTED, target_ep=2))
 
 
+def test_groups_that_only_megatron_knows(megatron_fixtures: Path, tmp_path: Path) -> None:
+    def decouple(common) -> None:
+        groups = common["optimizer_states"][0]["optimizer"]["param_groups"]
+        groups.append({**groups[0], "is_decoupled_lr": True, "lr": 0.5, "max_lr": 0.5, "default_config": False})
+
+    source = edited(megatron_fixtures / "mcore_float16_moe_ep1" / "ckpt", tmp_path / "in", decouple)
+    convert(source, tmp_path / "same", Options(to=DISTOPT))
+    assert saved_of(tmp_path / "same").groups == saved_of(source).groups
+    convert(source, tmp_path / "split", Options(to=DISTOPT, target_ep=2))
+    shown = [(g["is_expert_parallel"], g["is_decoupled_lr"], g["lr"]) for g in saved_of(tmp_path / "split").groups]
+    assert (False, True, 0.5) in shown
+    with pytest.raises(ParamGroupError, match="is_decoupled_lr"):
+        convert(source, tmp_path / "fused", Options(to=FUSED))
+
+
+def test_other_fields_of_the_state_are_kept_or_reported(megatron_fixtures: Path, tmp_path: Path) -> None:
+    def scale(common) -> None:
+        common["optimizer_states"][0]["grad_scaler"] = {"scale": 65536.0}
+
+    source = edited(megatron_fixtures / "mcore_float16_moe_ep1" / "ckpt", tmp_path / "in", scale)
+    convert(source, tmp_path / "split", Options(to=DISTOPT, target_ep=2))
+    parts = read_torch_dist(tmp_path / "split").common["optimizer_states"][0]
+    assert [part["grad_scaler"] for part in parts.values()] == [{"scale": 65536.0}] * 2
+    assert any("grad_scaler" in remark for remark in convert(source, tmp_path / "x", Options(to=FUSED))["remarks"])
+
+
 def change_expert_rate(common) -> None:
     common["optimizer_states"][0]["optimizer"]["param_groups"][1]["lr"] = 0.5
 

@@ -107,11 +107,12 @@ def find_ties(
     )  # fmt: skip
     weights = index_chunks(checkpoint.path, ((TensorKey(fqn, MASTER), checkpoint.tensors[fqn]) for fqn in fqns))
     plan = make_plan(masters, _as_masters(weights))
-    weights_of_pieces = plan.shape.prod(axis=1).tolist()
 
     def make(report: Progress) -> Callable[[int], tuple[int, int]]:
         """Return what counts the wrong weights in one piece of the plan."""
-        master, weight = Gatherer(FileStore(plan.source.buffers)), Gatherer(FileStore(plan.target.buffers))
+        stores = FileStore(plan.source.buffers), FileStore(plan.target.buffers)
+        opened.extend(stores)
+        master, weight = map(Gatherer, stores)
 
         def count(piece: int) -> tuple[int, int]:
             row = int(plan.target_rows[piece])
@@ -125,8 +126,14 @@ def find_ties(
         return count
 
     meter = progress("reading masters", plan.num_bytes_read)
+    opened: list[FileStore] = []  # by this process; those of forked workers end with them
+    try:
+        counted = team.map(make, range(len(plan)), plan.shape.prod(axis=1).tolist(), meter)
+    finally:
+        for store in opened:
+            store.close()
     wrong: dict[int, int] = {}
-    for row, found in team.map(make, range(len(plan)), weights_of_pieces, meter):
+    for row, found in counted:
         if found:
             wrong[row] = wrong.get(row, 0) + found
     return Rounding(plan, tuple(sorted(wrong)), sum(wrong.values()))
