@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -204,6 +205,62 @@ def reshard(
     if is_leader:
         _print_result(summary, as_json)
     raise typer.Exit(EXIT_DIFFERENT if dry_run and summary["problems"] else EXIT_OK)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of a Megatron torch_dist checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
+    to: Annotated[str, typer.Option(help="fused_adam, distributed_fused_adam, mcore_float16 or mcore_distributed.")],
+    key_style: Annotated[
+        str, typer.Option(metavar="both|uniform|stock", help="How distributed_fused_adam's masters are spelled.")
+    ] = "both",
+    container: Annotated[
+        str | None, typer.Option(metavar="lightning|megatron", help="Whose common.pt. Default: the source's.")
+    ] = None,
+    target_ep: Annotated[
+        int | None, typer.Option(help="Expert parallel size of the target. Default: experts grouped as saved.", min=1)
+    ] = None,
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Parameters without weight decay. Default: the source framework's rule."),
+    ] = None,
+    exact_remainders: Annotated[
+        bool, typer.Option("--exact-remainders", help="Read all masters; make a stock remainder-mode resume exact.")
+    ] = False,
+    chained_prefix: Annotated[
+        str, typer.Option(metavar="auto|no|yes|both", help="megatron-core's chained_I. before keys.")
+    ] = "auto",
+    torch_adam: Annotated[
+        bool, typer.Option("--torch-adam", help="The target has neither Apex nor Transformer Engine.")
+    ] = False,
+    scheduler_state: Annotated[
+        Path | None, typer.Option(help="JSON of Megatron-LM's opt_param_scheduler, where the source has none.")
+    ] = None,
+    link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
+    workers: NumWorkers = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
+    fsync: Annotated[bool, typer.Option(help="Sync files and directories to disk.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert CKPT to another optimizer type. Only metadata is new; OUT appears only when it is complete."""
+    with _errors_reported(as_json):
+        from nemo_optim_bridge.core.team import Workers
+        from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
+
+        options = Options(
+            to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
+            exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
+            scheduler_state=scheduler_state, link=link, overwrite=overwrite, fsync=fsync,
+        )  # fmt: skip
+        planned = plan_convert(checkpoint, out, options)
+        if not dry_run:
+            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders else 1))
+            with _progress(team) as report:
+                planned.run(team, report)
+        summary = {**planned.summary(), "written": not dry_run}
+    _print_result(summary, as_json)
 
 
 @app.command()

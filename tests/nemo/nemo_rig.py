@@ -1,11 +1,12 @@
 """Real NeMo optimizers, a real megatron-core model and real distributed checkpoints, in forked gloo processes on CPU.
 
 ``Rig`` starts one process that imports everything once; every job is forked from it, one process a rank.
-Jobs are the functions of ``nemo_jobs.py``, named by their name.
+Jobs are the functions of ``nemo_jobs.py``, or of the module that is given, named by their name.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import multiprocessing as mp
 import os
@@ -21,10 +22,10 @@ JOB_TIMEOUT = 120  # seconds
 class Rig:
     """Runs jobs; ``run`` returns what each rank returned, or raises with the traceback of the first that failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: str = "nemo_jobs") -> None:
         context = mp.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=False)
+        self._process = context.Process(target=_serve, args=(theirs, jobs), daemon=False)
         self._process.start()
         theirs.close()
 
@@ -56,16 +57,16 @@ def prepare_process(apex: bool = True) -> None:
     torch.cuda.synchronize = lambda *_: None
 
 
-def _serve(connection: Any) -> None:
+def _serve(connection: Any, jobs: str) -> None:
     for stream in (1, 2):  # NeMo and megatron-core warn on every rank of every job; errors come back as text
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     prepare_process()
-    import nemo_jobs
+    module = importlib.import_module(jobs)
 
     while (request := connection.recv()) is not None:
         name, world, arguments = request
         try:
-            connection.send(_run(getattr(nemo_jobs, name), world, arguments))
+            connection.send(_run(getattr(module, name), world, arguments))
         except Exception:
             connection.send([("failed", traceback.format_exc())])
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypeGuard, cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,7 +27,17 @@ from nemo_optim_bridge.errors import (
     UnknownFormatError,
     raise_all,
 )
-from nemo_optim_bridge.formats import pickle_data, torch_zip
+from nemo_optim_bridge.formats import torch_zip
+from nemo_optim_bridge.formats.torch_dist.document import (
+    ChunkEntry,
+    Document,
+    Index,
+    Place,
+    Properties,
+    TensorEntry,
+    is_ints,
+    load_document,
+)
 
 #: Masters of every parameter as fused_adam, megatron-core and the bridge write them.
 UNIFORM_PREFIX: Final = "optimizer.state.fp32_param."
@@ -73,12 +83,18 @@ class DistTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchDist:
-    """A checkpoint's headers: its tensors by key, the keys of its pickled objects, and the tree of ``common.pt``."""
+    """A checkpoint's headers: its tensors by key, the keys of its pickled objects, and the tree of ``common.pt``.
+
+    ``object_places`` is (file, offset, nbytes) of every object, in no particular order; ``document`` the whole of
+    ``.metadata``.
+    """
 
     path: str
     tensors: Mapping[str, DistTensor]
     objects: tuple[str, ...]
     common: Mapping[Any, Any]
+    object_places: tuple[tuple[str, int, int], ...] = ()
+    document: Document | None = None
 
 
 def is_torch_dist(path: str | os.PathLike[str]) -> bool:
@@ -89,12 +105,25 @@ def is_torch_dist(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def is_megatron(path: str | os.PathLike[str]) -> bool:
+    """Return whether a directory is, by its ``metadata.json``, any of Megatron's distributed checkpoints."""
+    try:
+        return bool(_backend(Path(path)))
+    except BridgeError:
+        return False
+
+
 def read_torch_dist(path: str | os.PathLike[str]) -> TorchDist:
     """Read the headers of a checkpoint: no tensor, no framework.
 
     Raises UnknownFormatError for other formats, MissingSourceError for missing files, CorruptFileError and
     UnsafePickleError for damaged ones.
     """
+    return read_with_document(path)[0]
+
+
+def read_with_document(path: str | os.PathLike[str]) -> tuple[TorchDist, Document]:
+    """Read the headers, and return the whole of ``.metadata`` beside them, to be written again."""
     root = Path(path)
     backend = _backend(root)
     if backend != "torch_dist":
@@ -103,11 +132,33 @@ def read_torch_dist(path: str | os.PathLike[str]) -> TorchDist:
             path=root,
             hint="load it where it was saved and save it with dist_ckpt_format: torch_dist",
         )
-    tensors, objects = read_metadata(root)
-    return TorchDist(str(root), tensors, objects, read_common(root))
+    _check_versions(root)
+    document = load_document(root)
+    tensors, objects, places = _read_metadata(root, document)
+    return TorchDist(str(root), tensors, objects, read_common(root), places), document
+
+
+def _check_versions(root: Path) -> None:
+    """Raise UnknownFormatError for a backend of a version that this reader does not know."""
+    config = _config(root)
+    for name, known in (("sharded_backend_version", 1), ("common_backend_version", 1)):
+        if config.get(name, known) != known:
+            raise UnknownFormatError(
+                f"{name} is {config[name]!r}; version {known} is known", path=root / _CONFIG,
+                hint="use a newer version of this package",
+            )  # fmt: skip
+    if config.get("common_backend", "torch") != "torch":
+        raise UnknownFormatError(f"the common backend {config['common_backend']!r} is not known", path=root / _CONFIG)
 
 
 def _backend(root: Path) -> str:
+    backend = _config(root).get("sharded_backend")
+    if not isinstance(backend, str):
+        raise CorruptFileError("metadata.json names no sharded_backend", path=root / _CONFIG)
+    return backend
+
+
+def _config(root: Path) -> dict[str, Any]:
     config = root / _CONFIG
     try:
         if config.stat().st_size > _LARGEST_CONFIG:
@@ -119,10 +170,9 @@ def _backend(root: Path) -> str:
         ) from error  # fmt: skip
     except (OSError, ValueError) as error:
         raise CorruptFileError(f"metadata.json cannot be read ({error})", path=config) from error
-    backend = parsed.get("sharded_backend") if isinstance(parsed, dict) else None
-    if not isinstance(backend, str):
-        raise CorruptFileError("metadata.json names no sharded_backend", path=config)
-    return backend
+    if not isinstance(parsed, dict):
+        raise CorruptFileError("metadata.json holds no object", path=config)
+    return parsed
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -153,141 +203,17 @@ def _zarr_dtype(file: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- .metadata
 
 
-class _Fields:
-    """A dataclass of torch's, as the dict of its fields."""
-
-    __slots__ = ("fields",)
-
-    def __init__(self, *args: object) -> None:
-        if args:
-            raise ValueError("arguments where fields were expected")
-        self.fields: dict[str, Any] = {}
-
-    def __setstate__(self, state: object) -> None:
-        if type(state) is not dict or not all(type(name) is str for name in state):
-            raise ValueError("state is no dict of fields")
-        self.fields = state
-
-
-class _Index(_Fields):
-    """A ``MetadataIndex``: the key of a stored item, compared by name and offset as torch does."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        super().__setstate__(state)
-        offset = self.fields.get("offset")
-        if type(self.fields.get("fqn")) is not str or not (offset is None or _is_ints(offset)):
-            raise ValueError("MetadataIndex is not a name and an offset")
-
-    def __hash__(self) -> int:
-        return hash((self.fields.get("fqn"), self.fields.get("offset")))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Index):
-            return NotImplemented
-        mine, theirs = self.fields, other.fields
-        return bool(mine.get("fqn") == theirs.get("fqn") and mine.get("offset") == theirs.get("offset"))
-
-
-class _Properties:
-    """``TensorProperties``, of which only the dtype matters."""
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, *args: object) -> None:
-        if args:
-            raise ValueError("TensorProperties takes no arguments")
-        self.dtype = ""
-
-    def __setstate__(self, state: object) -> None:
-        found = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
-        if type(found) is not str:
-            raise ValueError("TensorProperties name no dtype")
-        self.dtype = found
-
-
-class _Tensor(_Fields):
-    __slots__ = ()
-
-
-class _Bytes(_Fields):
-    __slots__ = ()
-
-
-class _Chunk(_Fields):
-    __slots__ = ()
-
-
-class _Storage(_Fields):
-    __slots__ = ()
-
-
-class _Metadata(_Fields):
-    __slots__ = ()
-
-
-def _is_ints(value: object) -> TypeGuard[tuple[int, ...]]:
-    return type(value) is tuple and len(value) <= 64 and all(type(n) is int and n >= 0 for n in value)
-
-
-def _size(*args: object) -> tuple[int, ...]:
-    values = args[0] if args else ()
-    if len(args) > 1 or type(values) not in (tuple, list):
-        raise ValueError("torch.Size takes one tuple")
-    size: tuple[object, ...] = tuple(cast("tuple[object, ...]", values))
-    if not _is_ints(size):
-        raise ValueError("torch.Size holds something else than lengths")
-    return size
-
-
-def _enum(*args: object) -> object:
-    return args[0] if len(args) == 1 and type(args[0]) in (int, str) else None
-
-
-def _allow_list() -> dict[tuple[str, str], object]:
-    checkpoint = "torch.distributed.checkpoint"
-    allow: dict[tuple[str, str], object] = {("torch", dtype): dtype for dtype in ITEMSIZE}
-    allow |= {("torch", name): name for name in ("uint16", "uint32", "uint64", "complex64", "complex128")}
-    allow |= {
-        ("torch", "Size"): _size,
-        ("torch.serialization", "_get_layout"): _enum,
-        (f"{checkpoint}.filesystem", "_StorageInfo"): _Storage,
-        (f"{checkpoint}.metadata", "_MEM_FORMAT_ENCODING"): _enum,
-        (f"{checkpoint}.metadata", "BytesStorageMetadata"): _Bytes,
-        (f"{checkpoint}.metadata", "ChunkStorageMetadata"): _Chunk,
-        (f"{checkpoint}.metadata", "Metadata"): _Metadata,
-        (f"{checkpoint}.metadata", "MetadataIndex"): _Index,
-        (f"{checkpoint}.metadata", "StorageMeta"): _Fields,
-        (f"{checkpoint}.metadata", "TensorProperties"): _Properties,
-        (f"{checkpoint}.metadata", "TensorStorageMetadata"): _Tensor,
-        # from planner data (all_local_plans), which nothing here uses
-        (f"{checkpoint}.planner", "SavePlan"): _Fields,
-        (f"{checkpoint}.planner", "TensorWriteData"): _Fields,
-        (f"{checkpoint}.planner", "WriteItem"): _Fields,
-        (f"{checkpoint}.planner", "WriteItemType"): _enum,
-    }
-    return allow
-
-
-_ALLOW: Final = _allow_list()
-
-
 def read_metadata(root: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
     """Return the tensors by key and the keys of pickled objects, from ``.metadata`` alone."""
+    return _read_metadata(root, load_document(root))[:2]
+
+
+def _read_metadata(
+    root: Path, document: Document
+) -> tuple[dict[str, DistTensor], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
+    """Return tensors, keys of objects, and where those lie."""
     file = root / _METADATA
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise MissingSourceError(
-            f"{_METADATA} cannot be read ({error.strerror})", path=file, hint="the checkpoint is incomplete"
-        ) from error
-    loaded = pickle_data.loads(data, path=str(file), allow=_ALLOW)
-    if not isinstance(loaded, _Metadata):
-        raise CorruptFileError(f"{_METADATA} does not hold torch's Metadata", path=file)
-    entries, places = loaded.fields.get("state_dict_metadata"), loaded.fields.get("storage_data")
-    if not isinstance(entries, dict) or not isinstance(places, dict):
-        raise CorruptFileError(f"{_METADATA} lacks its tensors or their places", path=file)
+    entries, places = document.fields["state_dict_metadata"], document.fields["storage_data"]
     where = _places(places, file)
     tensors: dict[str, DistTensor] = {}
     objects: list[str] = []
@@ -295,7 +221,7 @@ def read_metadata(root: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
     for key, entry in entries.items():
         if not isinstance(key, str):
             raise CorruptFileError(f"{_METADATA} has a key that is no name", path=file)
-        if not isinstance(entry, _Tensor):
+        if not isinstance(entry, TensorEntry):
             objects.append(key)
             continue
         try:
@@ -303,17 +229,20 @@ def read_metadata(root: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
         except BridgeError as error:
             problems.append(error)
     raise_all(problems)
-    return tensors, tuple(objects)
+    return tensors, tuple(objects), tuple(where[key, None] for key in objects if (key, None) in where)
 
 
 def _places(places: dict[Any, Any], file: Path) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
     where: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    inside: dict[str, bool] = {}  # few files hold everything
     for index, info in places.items():
-        if not isinstance(index, _Index) or not isinstance(info, _Storage):
+        if not isinstance(index, Index) or not isinstance(info, Place):
             raise CorruptFileError(f"{_METADATA} places something that is no stored item", path=file)
         name, offset, length = (info.fields.get(field) for field in ("relative_path", "offset", "length"))
         place = (offset, length)
-        if type(name) is not str or not _is_ints(place) or not _is_inside(name):
+        if type(name) is str and name not in inside:
+            inside[name] = _is_inside(name)
+        if type(name) is not str or not inside[name] or not is_ints(place):
             raise CorruptFileError(f"{_METADATA} has a malformed place", path=file, key=index.fields["fqn"])
         where[index.fields["fqn"], index.fields.get("offset")] = (name, place[0], place[1])
     return where
@@ -325,17 +254,17 @@ def _is_inside(name: str) -> bool:
 
 
 def _tensor(
-    key: str, entry: _Tensor, where: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]], file: Path
+    key: str, entry: TensorEntry, where: Mapping[tuple[str, tuple[int, ...] | None], tuple[str, int, int]], file: Path
 ) -> DistTensor:
     size, chunks, properties = (entry.fields.get(name) for name in ("size", "chunks", "properties"))
-    if not _is_ints(size) or not isinstance(chunks, list) or not isinstance(properties, _Properties):
+    if not is_ints(size) or not isinstance(chunks, list) or not isinstance(properties, Properties):
         raise CorruptFileError("tensor metadata is malformed", path=file, key=key)
     shape = size
     stored = []
     for chunk in chunks:
-        fields = chunk.fields if isinstance(chunk, _Chunk) else {}
+        fields = chunk.fields if isinstance(chunk, ChunkEntry) else {}
         offsets, sizes = fields.get("offsets"), fields.get("sizes")
-        if not _is_ints(offsets) or not _is_ints(sizes) or len(offsets) != len(sizes) or len(sizes) != len(shape):
+        if not is_ints(offsets) or not is_ints(sizes) or len(offsets) != len(sizes) or len(sizes) != len(shape):
             raise CorruptFileError("chunk metadata is malformed", path=file, key=key)
         region = Region(offsets, sizes)
         if any(stop > length for stop, length in zip(region.stops, shape, strict=True)):
