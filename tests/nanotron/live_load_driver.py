@@ -13,9 +13,12 @@ Prints one JSON object: per case, what each rank found.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +93,12 @@ class Run:
         tensors.update((f"{name}|weight", parameter) for name, parameter in self.model.named_parameters())
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         kept = {key: torch.as_tensor(value).detach().clone() for key, value in tensors.items()}
-        return {"tensors": kept, "groups": groups, "lr": self.scheduler.get_last_lr(), "epoch": self.scheduler.last_epoch}
+        return {
+            "tensors": kept,
+            "groups": groups,
+            "lr": self.scheduler.get_last_lr(),
+            "epoch": self.scheduler.last_epoch,
+        }
 
     def against(self, truth: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
         """Compare with the fixtures' truth."""
@@ -172,38 +180,51 @@ def resume(run: Run, case: dict[str, Any], truth: dict[str, Any], expected: dict
     tally, wrong = run.against(truth)
     run.train(NUM_STEPS)
     differing = [] if case.get("no_step") else differences(run.snapshot(), expected)
-    return {
-        "tally": tally, "wrong": wrong, "next_step": differing, "bytes": report.num_bytes, "read": report.num_bytes_read,
-    }  # fmt: skip
+    sizes = {"bytes": report.num_bytes, "read": report.num_bytes_read}
+    return {"tally": tally, "wrong": wrong, "next_step": differing, **sizes}
 
 
 def refuse(run: Run, case: dict[str, Any]) -> dict[str, Any]:
-    """Load with a fault on the last rank; return the error of this one, and what changed."""
-    from nemo_optim_bridge.core.store import FileStore
-
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    if case["fault"] == "trained":  # an optimizer whose masters are no longer its weights
+    """Load what must be refused, on a disk that fails in a phase of the last rank; return the error and what changed."""
+    if case.get("trained"):  # the masters are no longer the weights, widened, and there are moments already
         run.train(0)
-    before = run.snapshot()
-    masters = {id(entry["fp32"]) for entry in accumulator_of(run.optimizer).parameters.values()}
-    whole = FileStore.read_into
-    calls = 0
-
-    def read_into(store: FileStore, buffer: int, offset: int, out: memoryview) -> None:
-        nonlocal calls
-        whole(store, buffer, offset, out)
-        calls += 1
-        if calls == case["reads"] and rank == world - 1:
-            raise OSError("the disk is gone")
-
+    before, masters = run.snapshot(), master_ids(run)
     try:
-        with mock.patch.object(FileStore, "read_into", read_into) if "reads" in case else mock.patch("os.sep", "/"):
+        with failing_disk(case["fault"]):
             load(run, case)
     except Exception as error:
-        same_objects = masters == {id(e["fp32"]) for e in accumulator_of(run.optimizer).parameters.values()}
-        changed = differences(run.snapshot(), before) + ([] if same_objects else ["masters are other objects"])
-        return {"error": f"{type(error).__name__}: {error}", "changed": changed, "calls": calls}
-    return {"error": None, "changed": [], "calls": calls}
+        changed = differences(run.snapshot(), before) + ([] if master_ids(run) == masters else ["other masters"])
+        return {"error": f"{type(error).__name__}: {error}", "changed": changed}
+    return {"error": None, "changed": []}
+
+
+def master_ids(run: Run) -> set[int]:
+    return {id(entry["fp32"]) for entry in accumulator_of(run.optimizer).parameters.values()}
+
+
+@contextlib.contextmanager
+def failing_disk(phase: str) -> Iterator[None]:
+    """Let the last rank's fifth read in a phase of the load fail; a phase that does not exist never fails."""
+    from nemo_optim_bridge.core.store import FileStore
+    from nemo_optim_bridge.plugins.nanotron.loader import _Load
+
+    if not hasattr(_Load, phase) or torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
+        yield
+        return
+    whole_phase, whole_read = getattr(_Load, phase), FileStore.read_into
+    reads = itertools.count(1)
+
+    def read_into(store: FileStore, buffer: int, offset: int, out: memoryview) -> None:
+        whole_read(store, buffer, offset, out)
+        if next(reads) == 5:
+            raise OSError("the disk is gone")
+
+    def run_phase(load: _Load) -> None:
+        with mock.patch.object(FileStore, "read_into", read_into):
+            whole_phase(load)
+
+    with mock.patch.object(_Load, phase, run_phase):
+        yield
 
 
 def main() -> int:
@@ -211,7 +232,9 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     first = given["cases"][0]
     config = Path(given.get("config", first["source"]))
-    job = Job(config, Path(first["truth"]), *(given[axis] for axis in ("tp", "pp", "dp", "zero")), tuple(given["cases"]))
+    job = Job(
+        config, Path(first["truth"]), *(given[axis] for axis in ("tp", "pp", "dp", "zero")), tuple(given["cases"])
+    )
     real.prepare_imports()
     found = real.run_world(job, 240, load_rank)
     print(json.dumps({str(rank): value for rank, value in sorted(found.items())}))

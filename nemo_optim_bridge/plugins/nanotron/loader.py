@@ -74,7 +74,8 @@ def load_optimizer(
         check_crcs: check every optimizer file's CRC-32 first; the ranks share the files.
         replicas: ``error`` compares copies of one box first, the ranks sharing the work; ``lowest-rank`` does not.
 
-    Raises one BridgeError on all ranks, the optimizer being as it was on all of them.
+    Raises one BridgeError on all ranks, and leaves the optimizer of every rank as it was. A rank that fails otherwise,
+    for want of memory say, raises its own error, and the others a BridgeError that quotes it.
     """
     world = parallel_context.world_pg
     running = together(lambda: read_running(optimizer, parallel_context), world)
