@@ -185,7 +185,7 @@ def resume(run: Run, case: dict[str, Any], truth: dict[str, Any], expected: dict
 
 
 def refuse(run: Run, case: dict[str, Any]) -> dict[str, Any]:
-    """Load what must be refused, on a disk that fails in a phase of the last rank; return the error and what changed."""
+    """Load what must be refused, on a disk that fails in a phase of the last rank; return the error and changes."""
     if case.get("trained"):  # the masters are no longer the weights, widened, and there are moments already
         run.train(0)
     before, masters = run.snapshot(), master_ids(run)
