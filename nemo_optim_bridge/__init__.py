@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from nemo_optim_bridge.version import __version__
 
 if TYPE_CHECKING:
     from nemo_optim_bridge.core.live import load_tensors, merge_tensors

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_optim_bridge import __version__
 from nemo_optim_bridge.errors import BridgeError, TargetError
+from nemo_optim_bridge.version import __version__
+
+if TYPE_CHECKING:
+    from nemo_optim_bridge.core.diff import Diff
 
 EXIT_OK, EXIT_DIFFERENT, EXIT_REFUSED = 0, 1, 2
 
@@ -26,6 +29,8 @@ app = typer.Typer(
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of one step, or its parent.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Left = Annotated[Path, typer.Argument(metavar="A")]
+Right = Annotated[Path, typer.Argument(metavar="B")]
 VocabSize = Annotated[
     int | None, typer.Option(help="The true vocabulary; rows beyond it are padding. Default: the stored size.", min=1)
 ]
@@ -69,16 +74,19 @@ def _main(
 
 
 @app.command()
-def inspect(checkpoint: Checkpoint, as_json: Json = False) -> None:
+def inspect(
+    checkpoint: Checkpoint,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Look at every element: cold, damaged or unrounded state.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Say what a checkpoint holds, from its headers alone. Exit code 1 when there are problems."""
     with _errors_reported(as_json):
-        from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotron
+        from nemo_optim_bridge.formats.checkpoints import describe
 
-        found = inspect_nanotron(checkpoint)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        _print_table(found)
+        found = describe(checkpoint, deep=deep)
+    _print_result(found, as_json)
     raise typer.Exit(EXIT_DIFFERENT if found["problems"] else EXIT_OK)
 
 
@@ -90,7 +98,7 @@ def reshard(
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel size.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data parallel size.", min=1)] = None,
     ep: Annotated[int | None, typer.Option(help="Expert parallel size.", min=1)] = None,
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 or 1.", min=0, max=1)] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 or 1.", min=0)] = None,
     dialect: Annotated[str | None, typer.Option(help="v0.1, 0.4, moe24, moe or head.")] = None,
     pp_split: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Decoder layers per stage. Default: as nanotron computes it.")
@@ -103,6 +111,10 @@ def reshard(
         str, typer.Option(metavar="error|lowest-rank", help="What to do when copies of one box differ.")
     ] = "error",
     crc_check: Annotated[bool, typer.Option(help="Check the CRC-32 of every source record first.")] = True,
+    receipt: Annotated[bool, typer.Option(help="Write a receipt with digests of every tensor.")] = True,
+    allow_cold: Annotated[
+        bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
     fsync: Annotated[bool, typer.Option(help="Sync files and directories to disk.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")] = False,
@@ -113,56 +125,132 @@ def reshard(
         from nemo_optim_bridge.formats.nanotron.reshard import Options, plan_reshard
 
         options = Options(
-            tp=tp, pp=pp, dp=dp, ep=ep, zero_stage=zero, dialect=dialect, layers_per_stage=_split(pp_split), like=like,
-            vocab_size=vocab_size, replicas=replicas, check_crcs=crc_check, overwrite=overwrite, fsync=fsync,
-        )  # fmt: skip
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            ep=ep,
+            zero_stage=zero,
+            dialect=dialect,
+            layers_per_stage=_split(pp_split),
+            like=like,
+            vocab_size=vocab_size,
+            replicas=replicas,
+            check_crcs=crc_check,
+            receipt=receipt,
+            allow_cold=allow_cold,
+            overwrite=overwrite,
+            fsync=fsync,
+        )
         planned = plan_reshard(checkpoint, out, options)
+        summary = planned.summary()
         if not dry_run:
             with _progress() as report:
-                planned.run(report)
-        summary = {**planned.summary(), "written": not dry_run}
-    if as_json:
-        typer.echo(json.dumps(summary, indent=2))
-    else:
-        _print_table(summary)
+                summary.update(planned.run(report))
+            for finding in summary["findings"]:
+                summary["remarks"].append(f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}")
+        summary["written"] = not dry_run
+    _print_result(summary, as_json)
     raise typer.Exit(EXIT_DIFFERENT if dry_run and summary["problems"] else EXIT_OK)
 
 
 @app.command()
+def fingerprint(
+    checkpoint: Checkpoint,
+    vocab_size: VocabSize = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor as well.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print digests of what a checkpoint holds; they do not depend on topology, ZeRO stage, file names or dialect."""
+    with _errors_reported(as_json):
+        from nemo_optim_bridge.core.store import FileStore
+        from nemo_optim_bridge.core.survey import survey
+        from nemo_optim_bridge.formats.checkpoints import open_checkpoint
+
+        opened = open_checkpoint(checkpoint, vocab_size)
+        with FileStore.of(opened.manifest) as store, _progress() as report:
+            found = survey(opened, store, scan=False, progress=lambda done, total: report("reading", done, total))
+            store.check_unchanged()
+    digests = found.fingerprint.to_json() if found.fingerprint else {}
+    if as_json or tensors:
+        _print_result({**digests, "remarks": list(opened.remarks)}, as_json)
+    else:
+        _print_result({name: digest for name, digest in digests.items() if name != "tensors"}, as_json)
+
+
+@app.command()
+def diff(left: Left, right: Right, vocab_size: VocabSize = None, as_json: Json = False) -> None:
+    """Say how two checkpoints differ, whatever their topologies and formats. Exit code 1 if they do."""
+    with _errors_reported(as_json):
+        found, remarks = _diff(left, right, vocab_size)
+    if as_json:
+        typer.echo(json.dumps({**found.to_json(), "remarks": remarks}, indent=2))
+    else:
+        _print_notes(remarks)
+        for line in found.lines():
+            typer.echo(line)
+        typer.echo(_verdict(found))
+    raise typer.Exit(EXIT_OK if found.same else EXIT_DIFFERENT)
+
+
+@app.command()
 def verify(
-    left: Annotated[Path, typer.Argument(metavar="A")],
-    right: Annotated[Path, typer.Argument(metavar="B")],
+    left: Left,
+    right: Annotated[Path | None, typer.Argument(metavar="[B]")] = None,
+    receipt: Annotated[Path | None, typer.Option(help="Check A against this receipt instead of B.")] = None,
     vocab_size: VocabSize = None,
     as_json: Json = False,
 ) -> None:
-    """Tell whether two checkpoints hold the same optimizer state, bit for bit, whatever their topologies."""
+    """Tell whether A and B, or A and a receipt, hold the same optimizer state, bit for bit."""
     with _errors_reported(as_json):
-        from nemo_optim_bridge.formats.nanotron.verify import verify as verify_nanotron
-
-        found = verify_nanotron(left, right, vocab_size)
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "same": found.same,
-                    "num_tensors": found.num_tensors,
-                    "num_elements": found.num_elements,
-                    "differences": found.differences,
-                    "remarks": found.remarks,
-                },
-                indent=2,
+        if (right is None) == (receipt is None):
+            raise TargetError("verify wants either a second checkpoint or --receipt")
+        if right is not None:
+            found, remarks = _diff(left, right, vocab_size)
+            lines, same, verdict = list(found.lines()), found.same, _verdict(found)
+            counts = {"num_tensors": found.num_tensors, "num_elements": found.num_elements}
+        else:
+            lines, counts = _check_receipt(left, receipt or left, vocab_size)
+            same, remarks = not lines, []
+            verdict = (
+                f"{'as the receipt says' if same else f'{len(lines)} differences'}: {counts['num_tensors']} tensors"
             )
-        )
+    if as_json:
+        typer.echo(json.dumps({"same": same, **counts, "differences": lines, "remarks": remarks}, indent=2))
     else:
-        for remark in found.remarks:
-            typer.echo(f"note: {remark}")
-        for difference in found.differences[:20]:
-            typer.echo(difference)
-        if len(found.differences) > 20:
-            typer.echo(f"... and {len(found.differences) - 20} more differences")
-        counted = f"{found.num_tensors} tensors, {found.num_elements:,} elements"
-        typer.echo(f"the same: {counted}" if found.same else f"different: {len(found.differences)} of {counted}")
-    raise typer.Exit(EXIT_OK if found.same else EXIT_DIFFERENT)
+        _print_notes(remarks)
+        for line in lines[:20]:
+            typer.echo(line)
+        if len(lines) > 20:
+            typer.echo(f"... and {len(lines) - 20} more differences: see `nemo-optim-bridge diff`")
+        typer.echo(verdict)
+    raise typer.Exit(EXIT_OK if same else EXIT_DIFFERENT)
+
+
+def _diff(left: Path, right: Path, vocab_size: int | None) -> tuple[Diff, list[str]]:
+    from nemo_optim_bridge.core.diff import diff as diff_checkpoints
+    from nemo_optim_bridge.formats.checkpoints import open_pair
+
+    one, two, remarks = open_pair(left, right, vocab_size)
+    return diff_checkpoints(one, two), remarks
+
+
+def _verdict(found: Diff) -> str:
+    counted = f"{found.num_tensors} tensors, {found.num_elements:,} elements"
+    return f"the same: {counted}" if found.same else f"different: {len(list(found.lines()))} differences in {counted}"
+
+
+def _check_receipt(path: Path, receipt_path: Path, vocab_size: int | None) -> tuple[list[str], dict[str, int]]:
+    from nemo_optim_bridge.core.receipt import check_receipt, read_receipt
+    from nemo_optim_bridge.core.store import FileStore
+    from nemo_optim_bridge.core.survey import survey
+    from nemo_optim_bridge.formats.checkpoints import open_checkpoint
+
+    receipt = read_receipt(receipt_path)
+    opened = open_checkpoint(path, vocab_size or receipt["vocab_size"])
+    with FileStore.of(opened.manifest) as store:
+        surveyed = survey(opened, store)
+        store.check_unchanged()
+    return list(check_receipt(receipt, opened, surveyed)), {"num_tensors": len(opened.manifest.tensors)}
 
 
 def _split(text: str | None) -> tuple[int, ...] | None:
@@ -175,11 +263,23 @@ def _split(text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
+def _print_result(found: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _print_table(found)
+
+
+def _print_notes(remarks: Sequence[str]) -> None:
+    for remark in remarks:
+        typer.echo(f"note: {remark}")
+
+
 def _print_table(found: Mapping[str, Any]) -> None:
     """Print a result's fields, one a line; lists of remarks and problems last, one item a line."""
     width = max(map(len, found))
     for name, value in found.items():
-        if name in ("remarks", "problems"):
+        if name in ("remarks", "problems", "findings"):
             continue
         typer.echo(f"{name:{width}}  {_shown(value)}")
     for name, label in (("remarks", "note"), ("problems", "problem")):

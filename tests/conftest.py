@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.nanotron.fixtures import unpack
+
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)  # no timing, no luck
+hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

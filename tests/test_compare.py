@@ -10,27 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tests.compare import compare_checkpoints, differ
+from tests.edits import edit_pt, edit_shard
 from tests.nanotron.fixtures import read_index
 
 SHARDED = "model/model/decoder/0/pp_block/attn/o_proj/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors"
 OPTIMIZER = "optimizer/optimizer_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt"
-
-
-def edit_pt(path: Path, change: Callable[[Any], object]) -> None:
-    content = torch.load(path, weights_only=True)
-    change(content)
-    torch.save(content, path)
-
-
-def edit_shard(path: Path, change: Callable[[torch.Tensor], object], **metadata: str) -> None:
-    with safe_open(path, framework="pt") as shard:
-        tensor, stored = shard.get_tensor("data"), shard.metadata()
-    change(tensor)
-    save_file({"data": tensor}, path, metadata={**stored, **metadata})
 
 
 def reverse(mapping: dict[Any, Any]) -> None:

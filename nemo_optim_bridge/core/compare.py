@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_optim_bridge.core.gather import Gatherer, aligned_buffer, bounded_boxes, unsigned
+from nemo_optim_bridge.core.gather import Gatherer, aligned_buffer, as_floats, bounded_boxes, unsigned
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.region import Region
@@ -22,14 +22,16 @@ Columns = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two copies of a box differ: how many elements, by how much at most (None: not comparable), and where first.
+    """How two copies of a box differ: in how many elements, and by how much at most.
 
-    ``max_abs`` is at global index ``position``; ``left_file`` and ``right_file`` hold the first differing box.
+    ``max_abs`` is at global index ``position``, with the files and ranks that hold it; it is infinite where only one
+    side is a number. ``max_rel`` is relative to the larger magnitude, so at most 2.
     """
 
     key: TensorKey
     num_elements: int
-    max_abs: float | None
+    max_abs: float
+    max_rel: float
     position: tuple[int, ...]
     left_file: str
     right_file: str
@@ -83,7 +85,7 @@ def compare(pairs: Pairs, left: Store, right: Store) -> Iterator[Difference]:
             )
             views.append((shard, start))
         dtype = pairs.left.tensors[pairs.left.shards.tensor[pairs.left_rows[pair]]].dtype
-        difference = None
+        difference: _Measure | None = None
         for inner, size in bounded_boxes(shape, _BLOCK_BYTES // ITEMSIZE[dtype]):
             arrays = []
             for side, (shard, start) in enumerate(views):
@@ -94,47 +96,36 @@ def compare(pairs: Pairs, left: Store, right: Store) -> Iterator[Difference]:
                 arrays.append(array)
             if not np.array_equal(arrays[0], arrays[1]):
                 origin = tuple(o + i for o, i in zip(offsets, inner, strict=True))
-                difference = _merge(difference, *_measure(arrays[0], arrays[1], dtype, origin))
+                difference = _merge(difference, _measure(arrays[0], arrays[1], dtype, origin))
         if difference is not None:
-            count, largest, position = difference
             (one, _), (two, _) = views
             yield Difference(
-                one.key, count, largest, position, pairs.left.buffers[one.buffer].file,
+                one.key, *difference, pairs.left.buffers[one.buffer].file,
                 pairs.right.buffers[two.buffer].file, one.rank, two.rank,
             )  # fmt: skip
 
 
-_Measure = tuple[int, float | None, tuple[int, ...]]
+_Measure = tuple[int, float, float, tuple[int, ...]]
 
 
 def _measure(left: Columns, right: Columns, dtype: str, origin: tuple[int, ...]) -> _Measure:
-    """Return how many elements differ, the largest absolute difference, and its global index."""
+    """Return how many elements differ, the largest absolute and relative difference, and the former's global index."""
     differs = left != right
     a, b = (as_floats(side, dtype) for side in (left, right))
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         distance = np.where(differs, np.abs(a - b), -1.0)
-    distance = np.where(np.isnan(distance), np.inf, distance)
+        distance = np.where(np.isnan(distance), np.inf, distance)
+        relative = np.where(differs & (distance > 0), distance / np.maximum(np.abs(a), np.abs(b)), 0.0)
     place = np.unravel_index(int(distance.argmax()), left.shape) if left.shape else ()
     position = tuple(o + int(i) for o, i in zip(origin, place, strict=True))
-    return int(differs.sum()), float(distance.max()), position
+    return int(differs.sum()), float(distance.max()), float(np.nan_to_num(relative, nan=2.0).max()), position
 
 
-def _merge(known: _Measure | None, *new: Any) -> _Measure:
-    count, largest, position = new
+def _merge(known: _Measure | None, new: _Measure) -> _Measure:
     if known is None:
-        return count, largest, position
-    if known[1] is not None and known[1] >= largest:
-        return known[0] + count, known[1], known[2]
-    return known[0] + count, largest, position
-
-
-def as_floats(bits: Columns, dtype: str) -> npt.NDArray[np.float64]:
-    """Return the values of elements given as unsigned bits."""
-    if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    if dtype.startswith("float8"):
-        return bits.astype(np.float64)
-    return bits.view(np.dtype(dtype)).astype(np.float64)
+        return new
+    worst = known if known[1] >= new[1] else new
+    return known[0] + new[0], worst[1], max(known[2], new[2]), worst[3]
 
 
 def require_equal_replicas(plan: Plan, store: Store) -> int:

@@ -97,6 +97,15 @@ def round_to_bfloat16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
     return np.where(is_nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
+def as_floats(bits: Array, dtype: str) -> npt.NDArray[np.float64]:
+    """Return the values of elements given as unsigned bits."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    if dtype.startswith("float8"):
+        return bits.astype(np.float64)
+    return bits.view(np.dtype(dtype)).astype(np.float64)
+
+
 def window_boxes(
     shape: tuple[int, ...], stride: tuple[int, ...], base: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

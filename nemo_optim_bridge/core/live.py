@@ -51,7 +51,7 @@ def load_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> in
     Returns the bytes read. Raises MissingSourceError or TargetError before any tensor is touched.
     """
     load = plan_tensors(source, boxes, rank=rank)
-    with FileStore(source.buffers) as store:
+    with FileStore.of(source) as store:
         load.run(store)
         store.check_unchanged()
         return store.num_bytes_read

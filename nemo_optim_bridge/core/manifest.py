@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,6 +15,9 @@ from nemo_optim_bridge.core.region import Region, contiguous_stride
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, raise_all
 
 IntArray = npt.NDArray[np.int64]
+
+#: Inode, size in bytes and modification time in nanoseconds of a file.
+Identity = tuple[int, int, int]
 BoolArray = npt.NDArray[np.bool_]
 
 #: No tensor or buffer holds more, in elements or bytes: float64 counts it exactly and int64 sums of it do not wrap.
@@ -138,17 +141,30 @@ class ShardTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
-    """Everything that is known of a checkpoint from its headers alone."""
+    """Everything that is known of a checkpoint from its headers alone.
+
+    ``identities`` are those of the files when their headers were read: offsets count for no other version.
+    """
 
     tensors: tuple[TensorSpec, ...]
     shards: ShardTable
     buffers: tuple[Buffer, ...]
     param_groups: tuple[ParamGroup, ...] = ()
     steps: Mapping[str, float] = field(default_factory=dict)  # fqn -> step
+    identities: Mapping[str, Identity] = field(default_factory=dict)  # file -> identity
 
     def index(self) -> dict[TensorKey, int]:
         """Return the row of every tensor by its key."""
         return {spec.key: row for row, spec in enumerate(self.tensors)}
+
+    def restrict(self, keys: Collection[TensorKey]) -> Manifest:
+        """Return the part that concerns the given tensors; buffers keep their numbers."""
+        kept = [row for row, spec in enumerate(self.tensors) if spec.key in keys]
+        number = np.full(len(self.tensors), -1, np.int64)
+        number[kept] = np.arange(len(kept))
+        specs = tuple(self.tensors[row] for row in kept)
+        table = self.shards.take(number[self.shards.tensor] >= 0)
+        return replace(self, tensors=specs, shards=replace(table, tensors=specs, tensor=number[table.tensor]))
 
     def sizes(self, max_ndim: int) -> IntArray:
         """Return the shapes of all tensors as (tensors, max_ndim), with leading ones."""
@@ -233,7 +249,12 @@ class ManifestBuilder:
         key, path = self._specs[tensor].key, self._buffers[buffer].file
         self._problems.append(ContradictionError(problem, path=path, key=key, region=region, rank=rank))
 
-    def build(self, param_groups: Sequence[ParamGroup] = (), steps: Mapping[str, float] | None = None) -> Manifest:
+    def build(
+        self,
+        param_groups: Sequence[ParamGroup] = (),
+        steps: Mapping[str, float] | None = None,
+        identities: Mapping[str, Identity] | None = None,
+    ) -> Manifest:
         """Return the manifest; raises ContradictionError with every problem found."""
         fixed = np.frombuffer(self._fixed, dtype=np.int64).reshape(-1, 4) if self._fixed else np.zeros((0, 4), np.int64)
         count = len(fixed)
@@ -246,7 +267,9 @@ class ManifestBuilder:
                 columns[:, rows, self._max_ndim - ndim :] = values
         specs = tuple(self._specs)
         table = ShardTable(specs, *(fixed[:, i].copy() for i in range(4)), *columns)
-        manifest = Manifest(specs, table, tuple(self._buffers), tuple(param_groups), dict(steps or {}))
+        manifest = Manifest(
+            specs, table, tuple(self._buffers), tuple(param_groups), dict(steps or {}), dict(identities or {})
+        )
         raise_all([*self._problems, *_problems(manifest)])
         return manifest
 

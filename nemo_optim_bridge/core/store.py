@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from nemo_optim_bridge.core.manifest import Buffer
+from nemo_optim_bridge.core.manifest import Buffer, Identity, Manifest
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError
 
 _MAX_OPEN_FILES = 128
@@ -25,14 +26,19 @@ class Store(Protocol):
 class FileStore:
     """Buffers that are runs of bytes in files, read with pread; few descriptors are open at a time.
 
-    A file whose size or modification time differs from when it was first opened is reported by ``check_unchanged``.
+    A file must stay the one that ``identities`` knows, or that was opened first: see ``check_unchanged``.
     """
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[Buffer], identities: Mapping[str, Identity] | None = None) -> None:
         self._buffers = buffers
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._seen: dict[str, Identity] = dict(identities or {})
         self.num_bytes_read = 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> FileStore:
+        """Return a store of a manifest's buffers; its files must be the ones whose headers were read."""
+        return cls(manifest.buffers, manifest.identities)
 
     def __enter__(self) -> FileStore:
         return self
@@ -109,5 +115,22 @@ class MemoryStore:
         out[:] = self._buffers[buffer][offset : offset + len(out)]
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
+def identify(path: Path) -> Identity:
+    """Return what tells a file from a later version of itself: inode, size, modification time.
+
+    To be called before the file's headers are read. Raises CorruptFileError when it is no regular file, so that
+    nothing waits for a pipe, and MissingSourceError when there is none.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise MissingSourceError("file is missing", path=path) from None
+    except OSError as error:
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=path) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptFileError("is not a regular file", path=path)
+    return _identity(status)
+
+
+def _identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns

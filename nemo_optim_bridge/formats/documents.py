@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,14 @@ import yaml
 from nemo_optim_bridge.errors import ContradictionError, CorruptFileError, MissingSourceError
 
 MAX_DOCUMENT_BYTES = 64 << 20
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """Return a value of a document for a message, shortened: aliases can make it endless."""
+    return _REPR.repr(value)
 
 
 class Document(Mapping[str, Any]):
@@ -47,7 +56,7 @@ class Document(Mapping[str, Any]):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 1 << 60:
             raise ContradictionError(
-                f"{self._prefix}{key} is {value!r}, not an integer from {minimum} up", path=self.path
+                f"{self._prefix}{key} is {shown(value)}, not an integer from {minimum} up", path=self.path
             )
         return value
 

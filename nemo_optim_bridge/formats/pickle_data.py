@@ -1,9 +1,10 @@
 """Read and write pickles as data; nothing that a pickle names is ever imported or called.
 
 How reading stays both safe and fast: one pass over the bytes admits only the opcodes that picklers emit for data, and
-rewrites every opcode that could call something or change an object (REDUCE, NEWOBJ, BUILD, SETITEM(S), APPEND(S),
-BINPERSID) into "pack the operands into a tuple and hand it to ``persistent_load``". The C unpickler then only ever
-pushes constants, tuples, empty containers and memo entries; all the rest is decided here, where types are checked.
+rewrites every opcode that could change an object (BUILD, SETITEM(S), APPEND(S), BINPERSID) into "pack the operands into
+a tuple and hand it to ``persistent_load``", and NEWOBJ into REDUCE. The C unpickler then only ever pushes constants,
+tuples, empty containers and memo entries, and calls ``Global`` objects, the only callable thing there is in it; all the
+rest is decided here, where types are checked.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ class Global:
         self.module = module
         self.name = name
         self._function = _function
+
+    def __call__(self, *args: object) -> object:
+        """Make what a pickle calls this name for; only ``loads`` gives names a function, others make an Opaque."""
+        if len(args) > _MAX_ARGS:
+            raise ValueError(f"call with {len(args)} arguments")
+        return Opaque(self, args) if self._function is None else self._function(*args)
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -107,8 +114,9 @@ def loads(
 
     ``allow`` maps ``(module, name)`` to a callable of ours (called with the pickled arguments, for REDUCE and NEWOBJ
     alike) or to a constant. A callable must check its arguments' types, must not copy them when they are long, and
-    may raise any Exception to refuse them. A BUILD state is given to the object's ``__setstate__``; an object without
-    one accepts no state. Objects used as dict keys are hashed: check their fields in ``__setstate__``.
+    may raise any Exception to refuse them; what it, or ``persistent_load``, returns must not be callable. A BUILD
+    state is given to the object's ``__setstate__``; an object without one accepts no state. Objects used as dict keys
+    are hashed: check their fields in ``__setstate__``.
     ``collections.OrderedDict``, bytes and sets of scalars are always understood.
 
     With ``opaque``, names that are not in ``allow`` become ``Global`` and what is made from them ``Opaque``.
@@ -118,7 +126,7 @@ def loads(
     container keys.
     """
     try:
-        rewritten = _rewrite(data, path)
+        rewritten = _rewrite(data, path, opaque)
         machine = _Machine(rewritten, path, allow, persistent_load, opaque, data[1] < 3, len(data))
         root = machine.load()
         _check_tree(root, _MAX_UNFOLDED_PER_BYTE * len(data) + 10_000, path)
@@ -131,7 +139,7 @@ def loads(
 
 # --- the pass over the bytes -------------------------------------------------------------------------------------
 
-_REDUCE, _NEWOBJ, _BUILD, _SETITEMS, _APPENDS, _PERSID = range(6)
+_NEWOBJ, _BUILD, _SETITEMS, _APPENDS, _PERSID, _FILL_BUILD = range(6)
 _TUPLE, _TUPLE1, _TUPLE2 = b"t", b"\x85", b"\x86"
 
 
@@ -141,8 +149,7 @@ def _hand_over(code: int) -> bytes:
 
 
 _REWRITTEN: Final[Mapping[int, bytes]] = {
-    ord("R"): _hand_over(_REDUCE),
-    0x81: _hand_over(_NEWOBJ),
+    0x81: b"R",  # NEWOBJ, where the difference to REDUCE does not matter
     ord("b"): _hand_over(_BUILD),
     ord("s"): _TUPLE2 + _hand_over(_SETITEMS),
     ord("u"): _TUPLE + _hand_over(_SETITEMS),
@@ -150,12 +157,16 @@ _REWRITTEN: Final[Mapping[int, bytes]] = {
     ord("e"): _TUPLE + _hand_over(_APPENDS),
     ord("Q"): b"N" + _hand_over(_PERSID),
 }
+_REWRITTEN_OPAQUE: Final[Mapping[int, bytes]] = {**_REWRITTEN, 0x81: _hand_over(_NEWOBJ)}
+#: SETITEMS then BUILD, the end of most objects, as one step: (object, dict, items).
+_FILLED_AND_BUILT: Final = _TUPLE + b"\x87N" + _hand_over(_FILL_BUILD)
 #: Width in bytes of the length that follows. LONG1 is at most 255 bytes; LONG4 is refused: no real int needs it.
 _SIZED: Final[Mapping[int, int]] = {
     ord("X"): 4, ord("B"): 4, ord("C"): 1, 0x8C: 1, 0x8D: 8, 0x8E: 8, 0x8A: 1,
 }  # fmt: skip
 _PROTO, _FRAME, _STOP = 0x80, 0x95, ord(".")
-_PLAIN: Final = frozenset(b"(01N)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
+_SETITEMS_OPCODE, _BUILD_OPCODE = ord("u"), b"b"
+_PLAIN: Final = frozenset(b"(01NR)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
 
 
 @lru_cache(maxsize=16)
@@ -166,13 +177,13 @@ def _plain_run(memo_bits: int) -> Callable[[bytes, int], re.Match[bytes] | None]
     short = b"|".join(b"\\x%02x\\x00\\x00\\x00.{%d}" % (n, n) for n in range(1, 9))
     tiny = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(1, 9))
     pattern = (
-        b"(?:[(01N)\\]}t\\x88\\x89\\x85\\x86\\x87\\x94\\x93]|[Kqh].|M..|[Jj].{4}|G.{8}|r.." + third + high
+        b"(?:[(01NR)\\]}t\\x88\\x89\\x85\\x86\\x87\\x94\\x93]|[Kqh].|M..|[Jj].{4}|G.{8}|r.." + third + high
         + b"|X(?:" + short + b")|\\x8c(?:" + tiny + b")|c[^\\n]{1,200}\\n[^\\n]{1,200}\\n|\\x80[\\x02-\\x05]){0,100}"
     )  # fmt: skip
     return re.compile(pattern, re.DOTALL).match
 
 
-def _rewrite(data: bytes, path: str) -> bytes:
+def _rewrite(data: bytes, path: str, opaque: bool = False) -> bytes:
     """Admit the opcodes of ``data`` and route all that can act to ``persistent_load``; drops frames."""
     size = len(data)
     if size < 2 or data[0] != _PROTO:
@@ -181,6 +192,7 @@ def _rewrite(data: bytes, path: str) -> bytes:
     memo_bits = min(32, max(16, (size // 3).bit_length() + 1 & ~1))
     match = _plain_run(memo_bits)
     parts: list[bytes] = []
+    add, rewritten = parts.append, (_REWRITTEN_OPAQUE if opaque else _REWRITTEN).get
     start = position = 0
     while True:
         found = cast("re.Match[bytes]", match(data, position)).end()
@@ -188,9 +200,13 @@ def _rewrite(data: bytes, path: str) -> bytes:
             raise CorruptFileError("pickle is truncated", path=path)
         opcode = data[found]
         after = found + 1
-        if opcode in _REWRITTEN:
-            parts.append(data[start:found])
-            parts.append(_REWRITTEN[opcode])
+        replacement = rewritten(opcode)
+        if replacement is not None:
+            if opcode == _SETITEMS_OPCODE and data[after : after + 1] == _BUILD_OPCODE:
+                replacement = _FILLED_AND_BUILT
+                after += 1
+            add(data[start:found])
+            add(replacement)
             start = position = after
         elif opcode in _SIZED:
             after += _SIZED[opcode]
@@ -200,10 +216,10 @@ def _rewrite(data: bytes, path: str) -> bytes:
         elif opcode == _STOP:
             if after != size:
                 raise CorruptFileError(f"{size - after} bytes follow the end of the pickle", path=path)
-            parts.append(data[start:])
+            add(data[start:])
             return b"".join(parts)
         elif opcode == _FRAME:
-            parts.append(data[start:found])
+            add(data[start:found])
             start = position = after + 8
             if start + int.from_bytes(data[after:start], "little") > size:
                 raise CorruptFileError("frame in pickle is longer than the pickle", path=path)
@@ -249,7 +265,8 @@ class _Machine(pickle.Unpickler):
         self._old_names = old_names  # Python 2's, which protocol 2 writes
         self._budget = budget  # bytes that calls may still copy
         self._handlers = (
-            self._reduce, self._newobj, self._build, self._setitems, self._appends, self._persid,
+            self._newobj, self._build, self._setitems, self._appends, self._persid,
+            self._fill_build,
         )  # fmt: skip
         self._always: Mapping[tuple[str, str], Callable[..., object]] = {
             ("collections", "OrderedDict"): _ordered_dict,
@@ -275,27 +292,15 @@ class _Machine(pickle.Unpickler):
                     path=self._path,
                     hint="if the file is yours, load it where it comes from and save plain data and tensors only",
                 )
-        return Global(module, name, value) if callable(value) else value
+        return Global(module, name, value) if callable(value) and not isinstance(value, Global) else value
 
     def persistent_load(self, pid: Any) -> Any:
         return self._handlers[pid[2]](pid[0], pid[1])
 
-    def _reduce(self, function: object, args: object) -> object:
-        if type(function) is not Global or type(args) is not tuple:
-            raise self._corrupt(f"call of {_kind(function)} with {_kind(args)}")
-        if function._function is None:
-            return Opaque(function, args)
-        if len(args) > _MAX_ARGS:
-            raise self._corrupt(f"call of {_kind(function)} with {len(args)} arguments")
-        try:
-            return function._function(*args)
-        except (BridgeError, MemoryError):
-            raise
-        except Exception as error:
-            raise self._corrupt(f"{_kind(function)} does not take these arguments ({_short(str(error))})") from error
-
     def _newobj(self, function: object, args: object) -> object:
-        made = self._reduce(function, args)
+        if type(function) is not Global or type(args) is not tuple:
+            raise self._corrupt(f"object made from {_kind(function)} with {_kind(args)}")
+        made = function(*args)
         if type(made) is Opaque:
             made.newobj = True
         return made
@@ -321,21 +326,25 @@ class _Machine(pickle.Unpickler):
                 raise self._corrupt("attribute of an OrderedDict that is one of its own")
         vars(target).update(state)
 
-    def _setitems(self, target: object, items: tuple[object, ...]) -> object:
+    def _setitems(self, target: Any, items: tuple[object, ...]) -> object:
         if len(items) % 2:
             raise self._corrupt("odd number of keys and values")
-        keys, values = items[::2], items[1::2]
         kind = type(target)
-        if kind is Opaque:
-            target.pairs.extend(zip(keys, values, strict=True))  # type: ignore[attr-defined]
-        elif kind is dict or kind is OrderedDict:
-            for key in keys:
+        values = iter(items)
+        if kind is dict or kind is OrderedDict:
+            for key in values:
                 if type(key) is not str and not _is_key(key):
                     raise self._corrupt(f"{_kind(key)} as a key")
-            cast("dict[object, object]", target).update(zip(keys, values, strict=True))
+                target[key] = next(values)
+        elif kind is Opaque:
+            target.pairs.extend(zip(values, values, strict=True))
         else:
             raise self._corrupt(f"items set on {_kind(target)}")
         return target
+
+    def _fill_build(self, parts: tuple[Any, Any, Any], _: object) -> object:
+        target, state, items = parts
+        return self._build(target, self._setitems(state, items))
 
     def _appends(self, target: object, items: tuple[object, ...]) -> object:
         if type(target) is list:

@@ -24,7 +24,7 @@ import numpy as np
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.output import Literal, Part, Payload, Sealed
 from nemo_optim_bridge.core.region import contiguous_stride
-from nemo_optim_bridge.errors import CorruptFileError, TargetError, UnknownFormatError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, TargetError, UnknownFormatError
 from nemo_optim_bridge.formats import pickle_data
 from nemo_optim_bridge.formats.pickle_data import Call, Global
 
@@ -88,20 +88,18 @@ class TorchFile:
         """Say whether CRCs were computed: under ``set_crc32_options(False)`` torch writes 0 for every record."""
         return any(record.crc for record in self.records.values())
 
-    def read(self, tensor: StoredTensor) -> bytes:
-        """Return the elements of ``tensor`` in row-major order; meant for small ones. Raises CorruptFileError."""
+    def read(self, tensor: StoredTensor, *, fd: int | None = None) -> bytes:
+        """Return the elements of ``tensor`` in row-major order; meant for small ones such as ``step``.
+
+        ``fd`` is an open descriptor of the file, to save opening it for each of many. Raises CorruptFileError when
+        the file has become shorter.
+        """
         itemsize = ITEMSIZE[tensor.dtype]
         if not prod(tensor.shape):
             return b""
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
-        offset = tensor.record.offset + tensor.storage_offset * itemsize
-        if self._data is not None:
-            data = self._data[offset : offset + span * itemsize]
-        else:
-            with Path(self.path).open("rb") as file:
-                data = os.pread(file.fileno(), span * itemsize, offset)
-        if len(data) != span * itemsize:
-            raise CorruptFileError("file ends within a tensor", path=self.path, key=tensor.record.name)
+        with _Window.of(self, fd) as window:
+            data = window.read_exactly(tensor.record.offset + tensor.storage_offset * itemsize, span * itemsize)
         if span == prod(tensor.shape) and tensor.stride == contiguous_stride(tensor.shape):
             return data
         strides = tuple(stride * itemsize for stride in tensor.stride)
@@ -110,31 +108,42 @@ class TorchFile:
 
 
 def read_torch_file(
-    path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None, fd: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    offset: int = 0,
+    nbytes: int | None = None,
+    fd: int | None = None,
+    opaque: bool = False,
 ) -> TorchFile:
     """Index the ``.pt`` file at ``path``, or the one embedded at byte ``offset`` and ``nbytes`` long.
 
     Reads the directory, the record headers and the pickle, no tensors. Offsets in the result are absolute. ``fd`` is
-    an open descriptor of the same file, for indexing many embedded ones.
+    an open descriptor of the same file, for indexing many embedded ones. ``opaque`` keeps objects of classes that are
+    not torch's as ``pickle_data.Opaque`` instead of refusing the file.
 
     Raises CorruptFileError for a malformed archive, UnsafePickleError when the pickle names what is not data,
     UnknownFormatError for a file that is no zip archive or was written on a big-endian machine.
     """
     name = os.fspath(path)
     if fd is None:
-        with Path(path).open("rb") as file:
-            return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno())
+        try:
+            with Path(path).open("rb") as file:
+                return read_torch_file(path, offset=offset, nbytes=nbytes, fd=file.fileno(), opaque=opaque)
+        except FileNotFoundError:
+            raise MissingSourceError("torch file is missing", path=path) from None
+        except OSError as error:
+            raise CorruptFileError(f"torch file cannot be read: {error.strerror}", path=path) from error
     size = os.fstat(fd).st_size
     if nbytes is None:
         nbytes = size - offset
     if offset < 0 or nbytes < 0 or offset + nbytes > size:
         raise CorruptFileError(f"file has {size} bytes; {nbytes} were expected at byte {offset}", path=name)
-    return _index(_Window(name, offset, nbytes, fd=fd))
+    return _index(_Window(name, offset, nbytes, fd=fd), opaque)
 
 
-def read_torch_bytes(data: bytes, *, path: str) -> TorchFile:
+def read_torch_bytes(data: bytes, *, path: str, opaque: bool = False) -> TorchFile:
     """Index a ``.pt`` file held in memory; offsets in the result are into ``data``, ``path`` is for messages."""
-    return _index(_Window(path, 0, len(data), data=data))
+    return _index(_Window(path, 0, len(data), data=data), opaque)
 
 
 def check_crcs(
@@ -170,20 +179,29 @@ class _Window:
     """``nbytes`` bytes at ``start`` of a file or of bytes in memory; addresses are absolute."""
 
     def __init__(
-        self, path: str, start: int, nbytes: int, *, fd: int = -1, data: bytes | None = None, owned: bool = False
+        self,
+        path: str,
+        start: int,
+        nbytes: int,
+        *,
+        fd: int = -1,
+        data: bytes | None = None,
+        cache: bool = True,
+        owned: bool = False,
     ) -> None:
         self.path, self.start, self.stop, self.data = path, start, start + nbytes, data
         self._fd, self._owned = fd, owned
         self._cache, self._cached_at = data, 0 if data is not None else start
-        if data is None and nbytes <= _WHOLE and not owned:
+        if data is None and nbytes <= _WHOLE and cache:
             self._cache = os.pread(fd, nbytes, start)
 
     @classmethod
-    def of(cls, file: TorchFile) -> _Window:
+    def of(cls, file: TorchFile, fd: int | None = None) -> _Window:
+        """Return a window on all of an indexed file; opens it, unless it is open as ``fd``."""
         if file._data is not None:
             return cls(file.path, 0, len(file._data), data=file._data)
-        fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        return cls(file.path, 0, os.fstat(fd).st_size, fd=fd, owned=True)
+        opened = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) if fd is None else fd
+        return cls(file.path, 0, os.fstat(opened).st_size, fd=opened, cache=False, owned=fd is None)
 
     def __enter__(self) -> _Window:
         return self
@@ -397,7 +415,7 @@ def _quote(name: bytes) -> str:
 # --- reading: the tree ----------------------------------------------------------------------------------------------
 
 
-def _index(window: _Window) -> TorchFile:
+def _index(window: _Window, opaque: bool) -> TorchFile:
     _, records = _read_records(window)
     if "constants.pkl" in records:
         raise UnknownFormatError("file is a TorchScript archive, not a checkpoint", path=window.path, hint=_RESAVE)
@@ -412,7 +430,9 @@ def _index(window: _Window) -> TorchFile:
             )  # fmt: skip
     pickled = window.read_exactly(records["data.pkl"].offset, records["data.pkl"].nbytes)
     rebuilder = _Rebuilder(records, window)
-    root = pickle_data.loads(pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage)
+    root = pickle_data.loads(
+        pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage, opaque=opaque
+    )
     return TorchFile(window.path, root, records, window.data)
 
 

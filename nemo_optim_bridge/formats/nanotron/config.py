@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, TargetError, UnknownFormatError
-from nemo_optim_bridge.formats.documents import Document, read_json, read_yaml
+from nemo_optim_bridge.formats.documents import Document, read_json, read_yaml, shown
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.topology import Topology
 
@@ -128,7 +128,7 @@ class Documents:
         stated = section.integer("zero_stage", stage, minimum=0)
         if stated != stage:
             raise ContradictionError(
-                f"zero_stage is {stated} here, but the optimizer was saved as {self.optimizer.get('type')!r}",
+                f"zero_stage is {stated} here, but the optimizer was saved as {shown(self.optimizer.get('type'))}",
                 path=self.config.path,
                 hint="restore the configuration files of the run that saved the optimizer",
             )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from nemo_optim_bridge.formats.nanotron.reader import MASTER, WEIGHT, read_checkpoint
+from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 
 
-def inspect(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, under the field names of ``--json``; raises CheckpointError."""
-    checkpoint = read_checkpoint(path)
+def inspect(checkpoint: NanotronCheckpoint) -> dict[str, Any]:
+    """Return what a checkpoint holds, under the field names of ``--json``."""
     manifest = checkpoint.manifest
     states: dict[str, set[str]] = {}
     num_elements = 0

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nemo_optim_bridge.core.manifest import Identity
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all
 from nemo_optim_bridge.formats.nanotron.names import is_fqn
 from nemo_optim_bridge.formats.topology import Coordinates
@@ -34,6 +36,7 @@ class OptimizerShard:
     masters: Mapping[str, StoredTensor] | None
     hyperparameters: Mapping[str, Mapping[str, Any]]
     num_groups: int
+    identity: Identity
 
 
 def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
@@ -41,6 +44,7 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
 
     Raises CorruptFileError or ContradictionError that names the file.
     """
+    identity = identify(path)
     file = read_torch_file(path)
     root = file.root
     if not isinstance(root, dict) or not isinstance(root.get("state"), dict):
@@ -67,7 +71,7 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
     order = [names[number] for number in sorted(names)]
     if list(names) != sorted(names):
         raise ContradictionError("parameter numbers are not in order", path=path)
-    return OptimizerShard(path, at, tuple(order), states, masters, hyperparameters, num_groups)
+    return OptimizerShard(path, at, tuple(order), states, masters, hyperparameters, num_groups, identity)
 
 
 def _masters(root: Mapping[str, Any], path: Path) -> dict[str, StoredTensor] | None:
@@ -161,7 +165,7 @@ def _scalar(file: TorchFile, value: object, fqn: str, key: str) -> Scalar:
             )
         data = file.read(value)
         number = float(np.frombuffer(data, value.dtype)[0])
-        if key == "step" and not (number >= 0 and number == int(number)):
+        if key == "step" and not (number >= 0 and number.is_integer()):
             raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
         return Scalar(value.dtype, data, number)
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -19,6 +19,15 @@ def split_by_cost(num_layers: int, layer_cost: int, head_cost: int, pp: int) -> 
     is placed on the current stage; when the running cost then exceeds that stage's share, the next block goes one
     stage further. Raises TargetError when a stage is left without parameters.
     """
+    stages = _by_cost(num_layers, layer_cost, head_cost, pp)
+    if _empty(stages, pp):
+        valid = [n for n in range(1, num_layers + 4) if not _empty(_by_cost(num_layers, layer_cost, head_cost, n), n)]
+        choices = ", ".join(map(str, valid))
+        raise _left_empty(stages, pp, f"choose pp from {choices}, or give the layers per stage with --pp-split")
+    return stages
+
+
+def _by_cost(num_layers: int, layer_cost: int, head_cost: int, pp: int) -> Mapping[str, int]:
     total = num_layers * layer_cost + head_cost
     cost, stage = 0, 0
     stages: dict[str, int] = {}
@@ -27,7 +36,6 @@ def split_by_cost(num_layers: int, layer_cost: int, head_cost: int, pp: int) -> 
         cost += layer_cost if block.startswith("decoder.") else head_cost if block == "lm_head" else 0
         if cost > total * ((stage + 1) / pp) and stage < pp - 1:
             stage += 1
-    _check_not_empty(stages, pp, "choose a smaller --pp, or give the layers per stage with --pp-split")
     return stages
 
 
@@ -46,11 +54,15 @@ def split_as_given(num_layers: int, layers_per_stage: Sequence[int]) -> Mapping[
             layer += 1
     last = len(layers_per_stage) - 1
     stages["final_layer_norm"] = stages["lm_head"] = last
-    _check_not_empty(stages, len(layers_per_stage), "give every stage a layer")
+    if _empty(stages, len(layers_per_stage)):
+        raise _left_empty(stages, len(layers_per_stage), "give every stage a layer")
     return stages
 
 
-def _check_not_empty(stages: Mapping[str, int], pp: int, hint: str) -> None:
-    empty = sorted(set(range(pp)) - set(stages.values()))
-    if empty:
-        raise TargetError(f"pp {pp} leaves stage {', '.join(map(str, empty))} without parameters", hint=hint)
+def _empty(stages: Mapping[str, int], pp: int) -> list[int]:
+    return sorted(set(range(pp)) - set(stages.values()))
+
+
+def _left_empty(stages: Mapping[str, int], pp: int, hint: str) -> TargetError:
+    empty = ", ".join(map(str, _empty(stages, pp)))
+    return TargetError(f"pp {pp} leaves stage {empty} without parameters", hint=hint)

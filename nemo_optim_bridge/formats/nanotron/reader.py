@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, ParamGroup, TensorKey
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -17,54 +13,21 @@ from nemo_optim_bridge.errors import (
     UnknownFormatError,
     raise_all,
 )
-from nemo_optim_bridge.formats.nanotron.config import Documents, ModelFacts
+from nemo_optim_bridge.formats.documents import shown
+from nemo_optim_bridge.formats.nanotron.assemble import Assembler
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
+from nemo_optim_bridge.formats.nanotron.config import Documents
 from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
-from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, format_shape, zero_slice
 from nemo_optim_bridge.formats.nanotron.names import (
-    EMBEDDING,
-    LM_HEAD,
     RankName,
-    block_of,
     format_rank_name,
     parse_rank_name,
 )
-from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar, read_optimizer_shard
-from nemo_optim_bridge.formats.nanotron.scheduler import Scheduler, read_scheduler
-from nemo_optim_bridge.formats.nanotron.weights import Weights, read_weights
+from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, read_optimizer_shard
+from nemo_optim_bridge.formats.nanotron.weights import read_weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
 
-MASTER = "fp32_param"
-WEIGHT = "weight"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NanotronCheckpoint:
-    """A checkpoint as its headers describe it.
-
-    ``layouts`` holds every parameter in canonical order (stage by stage, without the tied copy), ``stage_of`` the
-    pipeline stage of each block. ``states`` lists what the optimizer keeps per parameter, in the file's order: the
-    dtype of a tensor, or a scalar with its value; ``hyperparameters`` are those of the parameter's group.
-    ``remarks`` are worth a line to the user, ``problems`` make ``inspect`` exit with 1.
-    """
-
-    path: Path
-    dialect: Dialect
-    topology: Topology
-    zero_stage: int
-    documents: Documents
-    facts: ModelFacts
-    layouts: Mapping[str, ParamLayout]
-    stage_of: Mapping[str, int]
-    tied: bool
-    has_masters: bool
-    states: Mapping[str, Mapping[str, str | Scalar]]
-    hyperparameters: Mapping[str, Mapping[str, Any]]
-    scheduler: Scheduler | None
-    manifest: Manifest
-    optimizer_files: tuple[Path, ...]
-    rebuilt: tuple[str, ...]
-    remarks: tuple[str, ...]
-    problems: tuple[str, ...]
+_MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 
 def resolve(path: Path) -> Path:
@@ -105,7 +68,7 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
     weights = read_weights(root, topology, facts)
     shards = {at: read_optimizer_shard(file, at) for at, file in files.items()}
     dialect = _dialect(root, documents, shards)
-    return _Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
+    return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
         vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
     )
 
@@ -133,7 +96,10 @@ def _optimizer_files(
             )  # fmt: skip
         legacy |= name.ep is None
     problems: list[BridgeError] = []
-    for at in topology:
+    num_missing = topology.world_size // (1 if zero_stage else topology.dp) - len(found)
+    for at in topology if num_missing else ():
+        if len(problems) == min(num_missing, _MOST_SHOWN):
+            break
         if at not in found and (zero_stage == 1 or at.dp == 0):
             expected = RankName(
                 (at.pp, topology.pp), (at.tp, topology.tp), (at.dp, topology.dp) if zero_stage else None,
@@ -147,6 +113,8 @@ def _optimizer_files(
                     hint="copy it from the original run: nothing can stand in for it",
                 )
             )
+    if num_missing > len(problems):
+        problems.append(MissingSourceError(f"{num_missing - len(problems)} more optimizer files are missing"))
     raise_all(problems)
     return found, leftovers, legacy
 
@@ -157,7 +125,7 @@ def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, Opti
     known = [dialect for dialect in DIALECTS.values() if dialect.version == version]
     if not known:
         raise UnknownFormatError(
-            f"checkpoint version {version!r} is not one of {sorted({d.version for d in DIALECTS.values()})}",
+            f"checkpoint version {shown(version)} is not one of {sorted({d.version for d in DIALECTS.values()})}",
             path=documents.metadata.path,
             hint="this revision of nanotron is not supported: please report it",
         )
@@ -167,315 +135,3 @@ def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, Opti
         return DIALECTS["v0.1"]
     one_group = all(shard.num_groups <= 1 for shard in shards.values())
     return DIALECTS["0.4" if one_group else "moe24"]
-
-
-class _Assembler:
-    """Puts the files of all ranks together; every method reports into one list of problems."""
-
-    def __init__(
-        self, root: Path, dialect: Dialect, topology: Topology, zero_stage: int, documents: Documents,
-        facts: ModelFacts, weights: Weights, shards: Mapping[Coordinates, OptimizerShard],
-    ) -> None:  # fmt: skip
-        self.root, self.dialect, self.topology, self.zero_stage = root, dialect, topology, zero_stage
-        self.documents, self.facts, self.weights, self.shards = documents, facts, weights, shards
-        self.problems: list[BridgeError] = []
-        self.builder = ManifestBuilder()
-
-    def checkpoint(
-        self, vocab_size: int | None, leftovers: Sequence[Path], has_legacy_names: bool
-    ) -> NanotronCheckpoint:
-        """Return the assembled checkpoint; raises with every problem found."""
-        self.has_masters = self._has_masters()
-        stages = self._stages()
-        self._check_presence(stages)
-        raise_all(self.problems)
-        order = list(dict.fromkeys(fqn for stage in stages for fqn in stage))
-        frozen = [fqn for fqn in self.weights.layouts if fqn not in set(order)]
-        tied = LM_HEAD not in self.weights.layouts
-        layouts = self._layouts([*order, *frozen], vocab_size)
-        stage_of = self._stage_of(stages, order)
-        self._check_zero_config(layouts)
-        raise_all(self.problems)
-        self._add_weights(layouts, stage_of)
-        states, hyperparameters = self._add_optimizer(layouts)
-        raise_all(self.problems)
-        groups = _param_groups(hyperparameters)
-        steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
-        manifest = self.builder.build(groups, steps)
-        scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
-        rebuilt = tuple(sorted(self.weights.lost))
-        names = [path.relative_to(self.root).as_posix() for path in leftovers]
-        remarks = list(self._remarks(layouts, vocab_size, has_legacy_names, rebuilt, frozen, scheduler))
-        return NanotronCheckpoint(
-            self.root, self.dialect, self.topology, self.zero_stage, self.documents, self.facts, layouts, stage_of,
-            tied, self.has_masters, states, hyperparameters, scheduler, manifest,
-            tuple(shard.path for shard in self.shards.values()), rebuilt, tuple(remarks),
-            tuple(f"{name} does not belong to this checkpoint's topology; it is ignored" for name in names),
-        )  # fmt: skip
-
-    def _has_masters(self) -> bool:
-        with_masters = [shard for shard in self.shards.values() if shard.masters is not None]
-        if with_masters and len(with_masters) != len(self.shards):
-            without = next(shard for shard in self.shards.values() if shard.masters is None)
-            self.problems.append(
-                ContradictionError(f"has no gradient_accumulator, {with_masters[0].path.name} has", path=without.path)
-            )
-        return bool(with_masters)
-
-    def _stages(self) -> list[tuple[str, ...]]:
-        """Return each stage's parameters in order: dp rank 0 never has an empty slice."""
-        return [self.shards[Coordinates(0, pp, 0, 0)].fqns for pp in range(self.topology.pp)]
-
-    def _owns(self, fqn: str, at: Coordinates) -> bool:
-        """Tell whether a rank of a parameter's stage keeps optimizer state of it."""
-        layout = self.weights.layouts[fqn]
-        if self._only_on_first_tp(layout) and at.tp:
-            return False
-        start, stop = self._slice(layout, at)
-        return stop > start
-
-    def _only_on_first_tp(self, layout: ParamLayout) -> bool:
-        return is_row_bias(layout, self.weights.layouts)
-
-    def _slice(self, layout: ParamLayout, at: Coordinates) -> tuple[int, int]:
-        numel = prod(layout.local_shape(self.topology))
-        return zero_slice(numel, self.topology.dp, at.dp) if self.zero_stage else (0, numel)
-
-    def _check_presence(self, stages: Sequence[Sequence[str]]) -> None:
-        """Report parameters that a rank should have and lacks, or has and should not."""
-        for fqn in {fqn for stage in stages for fqn in stage} - set(self.weights.layouts):
-            shard = next(shard for shard in self.shards.values() if fqn in shard.fqns)
-            self.problems.append(
-                MissingSourceError(
-                    "optimizer state without a weight shard",
-                    path=shard.path,
-                    key=fqn,
-                    hint=f"copy the parameter's files below {self.root / 'model'} from the original run",
-                )
-            )
-        if self.problems:
-            return
-        for at, shard in self.shards.items():
-            expected = {fqn for fqn in stages[at.pp] if self._owns(fqn, at)}
-            for fqn in sorted(expected - set(shard.fqns)):
-                self.problems.append(
-                    MissingSourceError("parameter is missing from this rank", path=shard.path, key=fqn, rank=str(at))
-                )
-            for fqn in sorted(set(shard.fqns) - expected):
-                self.problems.append(
-                    ContradictionError(
-                        "parameter is not on the first rank of this stage", path=shard.path, key=fqn, rank=str(at)
-                    )
-                )
-            if shard.masters is not None:
-                for fqn in sorted(set(shard.fqns) ^ set(shard.masters)):
-                    self.problems.append(
-                        MissingSourceError(
-                            "has only one of optimizer state and fp32 master", path=shard.path, key=fqn, rank=str(at)
-                        )
-                    )
-
-    def _layouts(self, order: Sequence[str], vocab_size: int | None) -> dict[str, ParamLayout]:
-        """Return every parameter's layout, vocabulary matrices with the true vocabulary."""
-        stored = self.facts.vocab_size
-        if vocab_size is not None and not 1 <= vocab_size <= stored:
-            raise ContradictionError(
-                f"the vocabulary is stored with {stored} rows, fewer than the {vocab_size} given"
-                if vocab_size > stored
-                else f"a vocabulary of {vocab_size}",
-                path=self.documents.model.path,
-            )
-        layouts = {fqn: self.weights.layouts[fqn] for fqn in order}
-        for fqn in (EMBEDDING, LM_HEAD):
-            layout = layouts.get(fqn)
-            if layout is None:
-                continue
-            if layout.shape[0] != stored:
-                self.problems.append(
-                    ContradictionError(
-                        f"has {layout.shape[0]} rows, but vocab_size is {stored}",
-                        path=self.documents.model.path,
-                        key=fqn,
-                    )
-                )
-            elif vocab_size is not None and vocab_size < stored:
-                true = ParamLayout(fqn, (vocab_size, *layout.shape[1:]), layout.dtype, layout.dim, layout.chunks)
-                layouts[fqn] = true.pad(stored - vocab_size)
-        return layouts
-
-    def _stage_of(self, stages: Sequence[Sequence[str]], order: Sequence[str]) -> dict[str, int]:
-        """Return each block's stage; a block on two stages is a contradiction, the tied copy apart."""
-        stage_of: dict[str, int] = {}
-        for pp, fqns in enumerate(stages):
-            for position, fqn in enumerate(fqns):
-                block = block_of(fqn)
-                shard = self.shards[Coordinates(0, pp, 0, 0)]
-                if block is None:
-                    self.problems.append(
-                        UnknownFormatError("parameter belongs to no known block", path=shard.path, key=fqn)
-                    )
-                    continue
-                if fqn == EMBEDDING and pp and position == len(fqns) - 1 and stage_of.get(block) == 0:
-                    stage_of["lm_head"] = pp
-                elif stage_of.setdefault(block, pp) != pp:
-                    self.problems.append(
-                        ContradictionError(
-                            f"block {block} is on pipeline stages {stage_of[block]} and {pp}", path=shard.path, key=fqn
-                        )
-                    )
-        stage_of.setdefault("lm_head", stage_of.get("token_position_embeddings", 0))
-        for fqn in order:
-            for weight in self.weights.shards[fqn]:
-                stage = weight.name.pp
-                if stage is not None and stage_of.get(block_of(fqn) or "") != stage[0]:
-                    self.problems.append(
-                        ContradictionError(
-                            f"weight is of pipeline stage {stage[0]}, its optimizer state of another",
-                            path=weight.path,
-                            key=fqn,
-                        )
-                    )
-        return stage_of
-
-    def _check_zero_config(self, layouts: Mapping[str, ParamLayout]) -> None:
-        """Compare the ZeRO-1 ranges that optimizer_config.json lists with those that follow from the shapes."""
-        if not self.zero_stage:
-            return
-        configs = self.documents.optimizer.section("configs")
-        ranges, shapes = configs.section("param_name_to_dp_rank_offsets"), configs.section("orig_param_shapes")
-        for fqn in sorted(set(ranges) | set(shapes)):
-            if fqn not in layouts:
-                self.problems.append(ContradictionError("lists an unknown parameter", path=configs.path, key=fqn))
-                continue
-            expected = zero_config_entry(layouts[fqn], self.topology)
-            if (ranges.get(fqn, expected[0]), shapes.get(fqn, expected[1])) != expected:
-                self.problems.append(
-                    ContradictionError(
-                        f"ZeRO-1 ranges {ranges.get(fqn)} of shape {shapes.get(fqn)} are not those of "
-                        f"{self.topology}: {expected[0]} of {expected[1]}",
-                        path=configs.path, key=fqn,
-                    )
-                )  # fmt: skip
-
-    def _add_weights(self, layouts: Mapping[str, ParamLayout], stage_of: Mapping[str, int]) -> None:
-        for fqn, layout in layouts.items():
-            tensor = self.builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype)
-            if fqn in self.weights.lost:
-                continue  # _add_optimizer takes them from the masters
-            for shard in self.weights.shards[fqn]:
-                array = shard.array
-                buffer = self.builder.buffer(str(shard.path), array.offset, array.nbytes, array.dtype)
-                at = Coordinates(shard.tp, stage_of.get(block_of(fqn) or "", 0), 0, shard.ep)
-                for view in layout.views(self.topology, shard.tp, shard.ep):
-                    self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
-
-    def _add_optimizer(
-        self, layouts: Mapping[str, ParamLayout]
-    ) -> tuple[dict[str, Mapping[str, str | Scalar]], dict[str, Mapping[str, Any]]]:
-        """Add all states and masters; return what is kept, and the hyperparameters, by parameter."""
-        states: dict[str, Mapping[str, str | Scalar]] = {}
-        hyperparameters: dict[str, Mapping[str, Any]] = {}
-
-        def report(problem: str, shard: OptimizerShard, fqn: str) -> None:
-            self.problems.append(ContradictionError(problem, path=shard.path, key=fqn, rank=str(shard.at)))
-
-        for at, shard in sorted(self.shards.items(), key=lambda item: self.topology.rank(item[0])):
-            for fqn in shard.fqns:
-                layout = layouts[fqn]
-                entries = shard.states.get(fqn, {})
-                mine = {key: value if isinstance(value, Scalar) else value.dtype for key, value in entries.items()}
-                known = states.setdefault(fqn, mine)
-                if known != mine:
-                    report(f"has states {_shown(mine)}, other ranks {_shown(known)}", shard, fqn)
-                    continue
-                tensors = {key: (value, value.dtype) for key, value in entries.items() if not isinstance(value, Scalar)}
-                if shard.masters is not None:
-                    tensors[MASTER] = (shard.masters[fqn], "float32")
-                if hyperparameters.setdefault(fqn, shard.hyperparameters[fqn]) != shard.hyperparameters[fqn]:
-                    report("has other hyperparameters than on other ranks", shard, fqn)
-                flat = self._slice(layout, at)
-                expected = (flat[1] - flat[0],) if self.zero_stage else layout.local_shape(self.topology)
-                for key, (stored, dtype) in tensors.items():
-                    if stored.shape != expected or stored.dtype != dtype:
-                        found = f"{stored.dtype} and shape {format_shape(stored.shape)}"
-                        report(f"{key} has dtype {found}, not {dtype} {format_shape(expected)}", shard, fqn)
-                        continue
-                    size = ITEMSIZE[stored.dtype]
-                    offset = stored.record.offset + stored.storage_offset * size
-                    nbytes = stored.record.nbytes - stored.storage_offset * size
-                    buffer = self.builder.buffer(str(shard.path), offset, nbytes, stored.dtype)
-                    targets = [key, WEIGHT] if key == MASTER and fqn in self.weights.lost else [key]
-                    for state in targets:
-                        final = layout.dtype if state == WEIGHT else dtype
-                        tensor = self.builder.tensor(TensorKey(fqn, state), layout.shape, final)
-                        stride = None if self.zero_stage else stored.stride
-                        for view in layout.views(self.topology, at.tp, at.ep, flat, stride):
-                            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
-        for fqn in self.weights.lost & set(layouts):
-            if not self.has_masters:
-                self.problems.append(
-                    MissingSourceError(
-                        "the expert-parallel ranks overwrote each other's weight files and there is no fp32 master",
-                        key=fqn, path=self.weights.shards[fqn][0].path,
-                        hint="the weights of all experts but one are lost: nothing can be re-sharded",
-                    )
-                )  # fmt: skip
-        return states, hyperparameters
-
-    def _remarks(
-        self, layouts: Mapping[str, ParamLayout], vocab_size: int | None, has_legacy_names: bool,
-        rebuilt: Sequence[str], frozen: Sequence[str], scheduler: Scheduler | None,
-    ) -> Iterator[str]:  # fmt: skip
-        """Yield what a user should know about the source."""
-        stored = self.facts.vocab_size
-        if vocab_size is None:
-            yield f"vocabulary: the stored size {stored} is taken as the true one (--vocab-size says otherwise)"
-        elif vocab_size < stored:
-            yield f"vocabulary: {stored - vocab_size} padding rows of {stored} are left out"
-        if has_legacy_names and self.dialect.names_experts:
-            yield "optimizer files have legacy names without _exp-: read as a hybrid"
-        if any(shard.name.doubled for shards in self.weights.shards.values() for shard in shards):
-            yield "weight files have the doubled names of spring 2024: written with proper names"
-        for fqn in rebuilt:
-            yield f"{fqn}: weights lost in the source (ranks overwrote one file); rebuilt from the masters by rounding"
-        for fqn in frozen:
-            yield f"{fqn}: has a weight but no optimizer state; it is carried as a frozen parameter"
-        if scheduler is None:
-            yield "lr_scheduler: the source has none, none is written"
-
-
-def is_row_bias(layout: ParamLayout, layouts: Mapping[str, ParamLayout]) -> bool:
-    """Tell whether a parameter is the bias of a row-parallel linear, which only tensor-parallel rank 0 has."""
-    if layout.is_sharded or not layout.fqn.endswith(".bias"):
-        return False
-    weight = layouts.get(layout.fqn[: -len("bias")] + "weight")
-    return weight is not None and weight.experts is None and weight.dim == 1
-
-
-def zero_config_entry(layout: ParamLayout, topology: Topology) -> tuple[dict[str, list[str]], list[str]]:
-    """Return a parameter's ZeRO-1 ranges and local shape as optimizer_config.json spells them."""
-    shape = layout.local_shape(topology)
-    ranges = {dp: zero_slice(prod(shape), topology.dp, dp) for dp in range(topology.dp)}
-    return (
-        {str(dp): [str(start), str(stop)] for dp, (start, stop) in ranges.items() if stop > start},
-        [str(size) for size in shape],
-    )
-
-
-def _param_groups(hyperparameters: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
-    """Return parameters with equal hyperparameters as one group each, in order of first appearance."""
-    groups: list[tuple[Mapping[str, Any], list[str]]] = []
-    for fqn, values in hyperparameters.items():
-        for known, fqns in groups:
-            if known == values:
-                fqns.append(fqn)
-                break
-        else:
-            groups.append((values, [fqn]))
-    return [ParamGroup(tuple(fqns), values) for values, fqns in groups]
-
-
-def _shown(states: Mapping[str, str | Scalar]) -> str:
-    return ", ".join(
-        f"{key} {value.value:g}" if isinstance(value, Scalar) else f"{key} {value}" for key, value in states.items()
-    )

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.execute import WINDOW_BYTES, BufferFiller, FileWriter
 from nemo_optim_bridge.core.gather import STAGING_BYTES
+from nemo_optim_bridge.core.health import require_warm
+from nemo_optim_bridge.core.output import Literal, OutputFile
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
+from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
+from nemo_optim_bridge.core.receipt import encode, make_receipt
 from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.core.survey import Survey, cold_findings, survey
+from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.errors import CorruptFileError, TargetError
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
-from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint, read_checkpoint, resolve
+from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
+from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
 from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec, lay_out_target
 from nemo_optim_bridge.formats.topology import Topology
 from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
 
 REPLICA_POLICIES = ("error", "lowest-rank")
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,8 @@ class Options:
     vocab_size: int | None = None
     replicas: str = "error"
     check_crcs: bool = True
+    receipt: bool = True
+    allow_cold: bool = False
     overwrite: bool = False
     fsync: bool = True
 
@@ -63,7 +75,7 @@ class Reshard:
             ),
             "files_to_read": len({buffer.file for buffer in self.source.manifest.buffers}),
             "files_to_write": len(self.target.files),
-            "bytes_to_read": self.plan.num_bytes_read + Pairs.of_replicas(self.plan).num_bytes(),
+            "bytes_to_read": self._bytes_to_read(),
             "bytes_to_write": sum(file.nbytes for file in self.target.files),
             "pieces": self.plan.pieces,
             "replicas": len(self.plan.replicas),
@@ -72,33 +84,85 @@ class Reshard:
             "problems": list(self.source.problems),
         }
 
-    def run(self, progress: Callable[[str, int, int], None] = lambda stage, done, total: None) -> None:
-        """Check the source's bytes, write the target, and rename it into place.
+    def _bytes_to_read(self) -> int:
+        """Return the bytes that ``run`` reads, each as often as it is read: checked, compared, hashed, and copied."""
+        num_bytes = self.plan.num_bytes_read
+        if self.options.check_crcs:
+            num_bytes += sum(path.stat().st_size for path in self.source.optimizer_files)
+        if self.options.replicas == "error":
+            num_bytes += 2 * Pairs.of_replicas(self.plan).num_bytes()
+        if self.options.receipt:
+            num_bytes += whole_bytes(self.source.manifest)
+        return num_bytes
+
+    def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Any]:
+        """Check the source's bytes, write the target, and rename it into place; return what was found on the way.
 
         Args:
             progress: called with the stage's name, bytes done and bytes in total.
 
         Raises one BridgeError; the source is untouched and the output absent then.
         """
-        if self.options.check_crcs:
-            require_valid_crcs(self.source, progress)
-        with FileStore(self.source.manifest.buffers) as store:
+        source = as_checkpoint(self.source)
+        with FileStore.of(self.source.manifest) as store:
+            if self.options.check_crcs:
+                require_valid_crcs(self.source, progress)
             if self.options.replicas == "error":
                 require_equal_replicas(self.plan, store)
-            total = sum(file.nbytes for file in self.target.files)
-            done = 0
-
-            def advance(num_bytes: int) -> None:
-                nonlocal done
-                done += num_bytes
-                progress("writing", done, total)
-
+            surveyed = self._survey(source, store, progress)
+            files = [*self.target.files, *self._receipt(source, surveyed)]
+            advance = _Meter("writing", sum(file.nbytes for file in files), progress)
             with new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync) as folder:
-                writer = FileWriter(
-                    BufferFiller(self.plan, store), self.plan, fsync=self.options.fsync, progress=advance
-                )
-                writer.write(folder, self.target.files)
+                filler = BufferFiller(self.plan, store)
+                FileWriter(filler, self.plan, fsync=self.options.fsync, progress=advance).write(folder, files)
                 store.check_unchanged()
+        found: dict[str, Any] = {"findings": [finding.to_json() for finding in surveyed.findings]}
+        if surveyed.fingerprint is not None:
+            digests = surveyed.fingerprint.to_json()
+            found.update((name, digest) for name, digest in digests.items() if name != "tensors")
+        return found
+
+    def _survey(self, source: Checkpoint, store: FileStore, progress: Progress) -> Survey:
+        """Look at the source's values: all of them when a receipt is wanted, else only whether they are cold.
+
+        A cold optimizer is refused; everything else is carried as it is and reported.
+        """
+        if self.options.receipt:
+            surveyed = survey(source, store, progress=lambda done, total: progress("reading", done, total))
+        else:
+            surveyed = Survey(None, findings=tuple(cold_findings(source, store)))
+        if not self.options.allow_cold:
+            require_warm(surveyed.findings, self.source.path)
+        return surveyed
+
+    def _receipt(self, source: Checkpoint, surveyed: Survey) -> Iterator[OutputFile]:
+        if not self.options.receipt:
+            return
+        spec = self.target.spec
+        receipt = make_receipt(
+            source,
+            surveyed,
+            target={
+                "framework": "nanotron",
+                "layout": spec.dialect.name,
+                "topology": {**asdict(spec.topology), "zero_stage": spec.zero_stage},
+            },
+            vocab_size=self.source.true_vocab_size,
+            replicas=len(self.plan.replicas) if self.options.replicas == "error" else None,
+            remarks=[*self.source.remarks, *self.target.remarks, *self.source.problems],
+        )
+        yield OutputFile(RECEIPT_NAME, (Literal(encode(receipt)),))
+
+
+class _Meter:
+    """Adds up bytes for a progress callback."""
+
+    def __init__(self, stage: str, total: int, progress: Progress) -> None:
+        self._stage, self._total, self._progress, self._done = stage, total, progress, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._progress(self._stage, self._done, self._total)
 
 
 def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
@@ -136,9 +200,7 @@ def describe(topology: Topology, zero_stage: int, dialect: str) -> Mapping[str, 
     return {**asdict(topology), "zero_stage": zero_stage, "dialect": dialect}
 
 
-def require_valid_crcs(
-    source: NanotronCheckpoint, progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-) -> None:
+def require_valid_crcs(source: NanotronCheckpoint, progress: Progress = lambda stage, done, total: None) -> None:
     """Check the CRC-32 of every record of the optimizer files; raises CorruptFileError that names file and record.
 
     Files that were written without CRCs (all are 0) pass.

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_optim_bridge.core.manifest import Identity
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
 from nemo_optim_bridge.formats.nanotron.layout import (
@@ -28,6 +30,7 @@ class WeightShard:
     path: Path
     name: WeightName
     array: StoredArray
+    identity: Identity
 
     @property
     def tp(self) -> int:
@@ -66,7 +69,9 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
             leftovers.append(path)
             continue
         try:
-            found.setdefault(name.fqn, []).append(WeightShard(path, name, read_single_tensor(path, "data")))
+            identity = identify(path)
+            shard = WeightShard(path, name, read_single_tensor(path, "data"), identity)
+            found.setdefault(name.fqn, []).append(shard)
         except BridgeError as error:
             problems.append(error)
     raise_all(problems)
@@ -111,6 +116,8 @@ def _layout(fqn: str, shards: Sequence[WeightShard], topology: Topology, facts: 
         for chunk, (_, whole) in enumerate(slices[:num_chunks]):
             span = whole[dim]
             sizes[chunk] += span[1] - span[0] if span else 0
+    if len(by_tp) < topology.tp:  # the missing ones are reported later; all are as large as any
+        sizes = [size // len(by_tp) * topology.tp for size in sizes]
     if sum(sizes) != unsharded[dim] and len(by_tp) == topology.tp:
         raise ContradictionError(
             f"slices cover {sum(sizes)} of {unsharded[dim]} along dimension {dim}", path=first.path, key=fqn

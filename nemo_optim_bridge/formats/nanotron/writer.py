@@ -9,11 +9,17 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
+from nemo_optim_bridge.formats.nanotron.checkpoint import (
+    NanotronCheckpoint,
+    is_row_bias,
+    zero_config_entry,
+)
 from nemo_optim_bridge.formats.nanotron.config import target_documents
-from nemo_optim_bridge.formats.nanotron.dialects import Dialect
+from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, padded_vocab_size, shard_metadata, zero_slice
 from nemo_optim_bridge.formats.nanotron.names import (
     EMBEDDING,
@@ -26,13 +32,6 @@ from nemo_optim_bridge.formats.nanotron.names import (
 )
 from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
 from nemo_optim_bridge.formats.nanotron.pipeline import split_as_given, split_by_cost
-from nemo_optim_bridge.formats.nanotron.reader import (
-    MASTER,
-    WEIGHT,
-    NanotronCheckpoint,
-    is_row_bias,
-    zero_config_entry,
-)
 from nemo_optim_bridge.formats.nanotron.scheduler import scheduler_files
 from nemo_optim_bridge.formats.safetensors_header import format_header
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
@@ -78,7 +77,11 @@ def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeEr
             hint=f"it builds {', '.join(dialect.families)}: keep the source's dialect {source.dialect.name}",
         )
     if source.tied and not dialect.ties:
-        yield TargetError(f"dialect {dialect.name} cannot tie the embedding and lm_head", hint="choose another dialect")
+        able = [name for name, other in DIALECTS.items() if other.ties and facts.family in other.families]
+        yield TargetError(
+            f"dialect {dialect.name} cannot tie the embedding and lm_head",
+            hint=f"choose from {', '.join(able or [source.dialect.name])}",
+        )
     if topology.ep > 1 and not dialect.expert_parallel:
         yield TargetError(f"dialect {dialect.name} cannot build expert parallel size {topology.ep}", hint="use --ep 1")
     elif topology.ep > 1 and facts.num_experts is None:
@@ -111,7 +114,12 @@ def _expert_problems(num_experts: int, intermediate_size: int, topology: Topolog
             hint=hint,
         )
     elif (num_experts // topology.ep * intermediate_size) % topology.tp:
-        yield TargetError(f"tp {topology.tp} does not divide the expert rows of a rank", hint="choose another --tp")
+        rows = num_experts // topology.ep * intermediate_size
+        valid = [tp for tp in range(1, topology.tp) if rows % tp == 0]
+        yield TargetError(
+            f"tp {topology.tp} does not divide the {rows} expert rows of a rank",
+            hint=f"choose tp from {', '.join(map(str, valid))}, or another ep",
+        )
 
 
 def _group_problems(source: NanotronCheckpoint, dialect: Dialect) -> Iterator[BridgeError]:

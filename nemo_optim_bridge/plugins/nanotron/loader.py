@@ -18,8 +18,8 @@ from nemo_optim_bridge.core.live import TensorLoad, plan_tensors
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.errors import TargetError
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout
-from nemo_optim_bridge.formats.nanotron.reader import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.reshard import REPLICA_POLICIES, require_valid_crcs
 from nemo_optim_bridge.plugins.nanotron.running import RunningOptimizer, read_running
 from nemo_optim_bridge.plugins.nanotron.scheduler import remember_groups
@@ -119,7 +119,7 @@ class _Load:
         if check_crcs:
             require_valid_crcs(own_share(self.source, distributed.get_rank(world), distributed.get_world_size(world)))
         if replicas == "error":
-            with FileStore(self.source.manifest.buffers) as store:
+            with FileStore.of(self.source.manifest) as store:
                 for load in (self.states_load, self.masters_load):
                     require_equal_replicas(_share_of_replicas(load.plan, self.running), store)
 
@@ -163,7 +163,7 @@ def _prepare(
     rank = running.topology.rank(running.at)
     moments = plan_tensors(source.manifest, boxes, rank=rank)
     masters = plan_tensors(source.manifest, master_boxes(layouts, running), rank=rank)
-    return _Load(source, running, states, hyperparameters, moments, masters, FileStore(source.manifest.buffers))
+    return _Load(source, running, states, hyperparameters, moments, masters, FileStore.of(source.manifest))
 
 
 def _share_of_replicas(plan: Plan, running: RunningOptimizer) -> Plan:

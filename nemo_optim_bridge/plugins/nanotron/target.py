@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nemo_optim_bridge.core.checkpoint import MASTER
 from nemo_optim_bridge.core.manifest import TensorKey
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.errors import (
@@ -18,10 +19,11 @@ from nemo_optim_bridge.errors import (
     TargetError,
     raise_all,
 )
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, padded_vocab_size
 from nemo_optim_bridge.formats.nanotron.names import EMBEDDING, LM_HEAD
 from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
-from nemo_optim_bridge.formats.nanotron.reader import MASTER, NanotronCheckpoint, read_checkpoint
+from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint
 from nemo_optim_bridge.plugins.nanotron.running import RunningOptimizer, RunningParameter, check_cut
 
 Box = tuple[TensorKey, Region, torch.Tensor]

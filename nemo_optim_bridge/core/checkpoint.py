@@ -1,0 +1,35 @@
+"""A checkpoint of any format, as the operations on all formats see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_optim_bridge.core.manifest import Manifest
+
+#: State names that are no optimizer state but the model's own.
+MODEL_STATES = frozenset({"weight"})
+MASTER = "fp32_param"
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """What is known of a checkpoint from its headers.
+
+    ``scalars`` holds, per parameter, its steps and the hyperparameters of its group, under the optimizer's own names;
+    ``weight_decay`` among them is the effective one. ``shared`` holds numbers of the whole run, such as the lr
+    scheduler's. ``remarks`` say what was inferred, defaulted, cut, dropped or rebuilt; ``problems`` what is wrong.
+    """
+
+    path: Path
+    framework: str
+    layout: str  # dialect or optimizer layout
+    topology: Mapping[str, Any]
+    manifest: Manifest
+    scalars: Mapping[str, Mapping[str, Any]]
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()

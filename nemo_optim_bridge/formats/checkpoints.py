@@ -1,0 +1,71 @@
+"""Open a checkpoint of any known format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_optim_bridge.core.checkpoint import Checkpoint
+from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.core.survey import survey
+from nemo_optim_bridge.errors import UnknownFormatError
+from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotron
+from nemo_optim_bridge.formats.nanotron.layout import padded_vocab_size
+from nemo_optim_bridge.formats.nanotron.reader import is_nanotron, read_checkpoint, resolve
+from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
+
+
+def open_checkpoint(path: Path, vocab_size: int | None = None) -> Checkpoint:
+    """Read a checkpoint's headers; raises UnknownFormatError when no reader knows the directory."""
+    root = resolve(path)
+    if is_nanotron(root):
+        return as_checkpoint(read_checkpoint(root, vocab_size))
+    raise _unknown(root)
+
+
+def open_pair(left: Path, right: Path, vocab_size: int | None = None) -> tuple[Checkpoint, Checkpoint, list[str]]:
+    """Read two checkpoints to compare, without vocabulary padding, and say what was left out.
+
+    Padding is what lies beyond ``vocab_size``, or, when that is None, beyond the smaller of two stored vocabularies
+    where the larger one is what nanotron pads it to.
+    """
+    roots = [resolve(path) for path in (left, right)]
+    remarks: list[str] = []
+    if vocab_size is None and all(map(is_nanotron, roots)):
+        small, large = sorted((read_checkpoint(root) for root in roots), key=lambda found: found.facts.vocab_size)
+        true, stored = small.facts.vocab_size, large.facts.vocab_size
+        if true < stored == padded_vocab_size(true, large.topology.tp, large.documents.vocab_multiple):
+            remarks.append(f"{large.path}: vocabulary rows from {true} on are padding and were not compared")
+            vocab_size = true
+    one, two = (open_checkpoint(root, vocab_size) for root in roots)
+    return one, two, remarks
+
+
+def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
+    """Return what a checkpoint holds, under the field names of ``inspect --json``.
+
+    Args:
+        deep: look at every element as well, for ``findings``; the finding in words is a problem then.
+
+    Raises CheckpointError.
+    """
+    root = resolve(path)
+    if not is_nanotron(root):
+        raise _unknown(root)
+    checkpoint = read_checkpoint(root)
+    found = inspect_nanotron(checkpoint)
+    if deep:
+        with FileStore.of(checkpoint.manifest) as store:
+            findings = survey(as_checkpoint(checkpoint), store, digests=False).findings
+            store.check_unchanged()
+        found["findings"] = [finding.to_json() for finding in findings]
+        found["problems"] += [finding.in_words() for finding in findings]
+    return found
+
+
+def _unknown(root: Path) -> UnknownFormatError:
+    return UnknownFormatError(
+        "is not a checkpoint of a known format",
+        path=root,
+        hint="give the directory of one nanotron step, which holds model_config.json and model/",
+    )

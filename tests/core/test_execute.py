@@ -1,0 +1,231 @@
+"""What a plan writes is right at every window size: rows, columns, casts, gaps and checksums."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_optim_bridge.core import execute, gather
+from nemo_optim_bridge.core.execute import BufferFiller, FileWriter
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.output import Literal, OutputFile, Payload, Sealed
+from nemo_optim_bridge.core.plan import Plan, make_plan
+from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.store import MemoryStore
+from nemo_optim_bridge.errors import OutputError
+
+KEY = TensorKey("layer.weight", "exp_avg")
+Tiny = Callable[[int], None]
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """Shrink the window and the staging buffer to a number of bytes."""
+
+    def shrink(nbytes: int) -> None:
+        monkeypatch.setattr(execute, "WINDOW_BYTES", nbytes)
+        monkeypatch.setattr(gather, "STAGING_BYTES", nbytes)
+        monkeypatch.setattr(gather, "_GAP_BYTES", nbytes // 4)
+
+    return shrink
+
+
+def manifest(
+    shape: tuple[int, ...],
+    boxes: Sequence[tuple[Region, tuple[int, ...] | None]],
+    *,
+    dtype: str = "float32",
+    stored: str | None = None,
+    padding: int = 0,
+) -> Manifest:
+    """Return a manifest of one tensor, each box in a buffer of its own with ``padding`` more elements at its end."""
+    builder = ManifestBuilder()
+    tensor = builder.tensor(KEY, shape, dtype)
+    stored = stored or dtype
+    for number, (box, stride) in enumerate(boxes):
+        buffer = builder.buffer(f"part {number}", 0, (box.numel + padding) * ITEMSIZE[stored], stored)
+        builder.shard(tensor, box, number, buffer, 0, stride)
+    return builder.build()
+
+
+def columns(shape: tuple[int, int], *stops: int) -> list[tuple[Region, tuple[int, ...] | None]]:
+    """Cut a matrix into blocks of columns that end at ``stops``."""
+    starts = (0, *stops[:-1])
+    return [(Region((0, a), (shape[0], b - a)), None) for a, b in zip(starts, stops, strict=True)]
+
+
+def numbers(shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    return (np.arange(np.prod(shape), dtype=np.uint32) * np.uint32(2654435761)).reshape(shape)
+
+
+def store_of(source: Manifest, tensor: npt.NDArray[np.uint32], *, transposed: bool = False) -> MemoryStore:
+    """Return the buffers of a source manifest of separate boxes."""
+    buffers = []
+    for shard in source.shards:
+        box = tensor[tuple(slice(o, o + n) for o, n in zip(shard.region.offsets, shard.region.shape, strict=True))]
+        buffers.append(memoryview((box.T if transposed else box).tobytes()))
+    return MemoryStore(buffers)
+
+
+def written(plan: Plan, store: MemoryStore, folder: Path) -> bytes:
+    """Write every target buffer to one file and return its bytes."""
+    parts = tuple(Payload(number, buffer.nbytes) for number, buffer in enumerate(plan.target.buffers))
+    FileWriter(BufferFiller(plan, store), plan, fsync=False).write(folder, [OutputFile("out", parts)])
+    return (folder / "out").read_bytes()
+
+
+@pytest.mark.parametrize("window", [16, 28, 64, 100, 256, 1 << 20])
+def test_blocks_of_columns_become_rows(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Interleaved pieces: each row of the target comes from three sources, and rows are wider than the window."""
+    tiny(window)
+    shape = (9, 23)
+    source = manifest(shape, columns(shape, 5, 6, 23))
+    target = manifest(shape, [(Region.full(shape), None)])
+    tensor = numbers(shape)
+    assert written(make_plan(source, target), store_of(source, tensor), tmp_path) == tensor.tobytes()
+
+
+@pytest.mark.parametrize("window", [16, 28, 64, 1 << 20])
+def test_rows_become_blocks_of_columns(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    tiny(window)
+    shape = (9, 23)
+    source = manifest(shape, [(Region((0, 0), (4, 23)), None), (Region((4, 0), (5, 23)), None)])
+    target = manifest(shape, columns(shape, 1, 16, 23))
+    tensor = numbers(shape)
+    expected = b"".join(tensor[:, a:b].tobytes() for a, b in ((0, 1), (1, 16), (16, 23)))
+    assert written(make_plan(source, target), store_of(source, tensor), tmp_path) == expected
+
+
+@pytest.mark.parametrize("window", [16, 28, 64, 1 << 20])
+def test_transposed_sources(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    tiny(window)
+    shape = (12, 10)
+    boxes = [(Region((0, 0), (12, 4)), (1, 12)), (Region((0, 4), (12, 6)), (1, 12))]
+    source = manifest(shape, boxes)
+    target = manifest(shape, [(Region((0, 0), (5, 10)), None), (Region((5, 0), (7, 10)), None)])
+    tensor = numbers(shape)
+    assert written(make_plan(source, target), store_of(source, tensor, transposed=True), tmp_path) == tensor.tobytes()
+
+
+@pytest.mark.parametrize("window", [16, 28, 1 << 20])
+def test_transposed_targets(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    tiny(window)
+    shape = (12, 10)
+    source = manifest(shape, columns(shape, 3, 10))
+    target = manifest(shape, [(Region.full(shape), (1, 12))])
+    tensor = numbers(shape)
+    assert written(make_plan(source, target), store_of(source, tensor), tmp_path) == tensor.T.tobytes()
+
+
+@pytest.mark.parametrize("window", [16, 28, 1 << 20])
+def test_masters_become_weights_by_rounding(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    tiny(window)
+    shape = (7, 11)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    source = manifest(shape, columns(shape, 4, 11), dtype="bfloat16", stored="float32")
+    target = manifest(shape, [(Region.full(shape), None)], dtype="bfloat16")
+    store = store_of(source, values.numpy().view(np.uint32))
+    expected = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    assert written(make_plan(source, target), store, tmp_path) == expected
+
+
+@pytest.mark.parametrize("window", [16, 28, 1 << 20])
+def test_what_no_shard_covers_is_zero(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    tiny(window)
+    shape = (9, 5)
+    source = manifest(shape, columns(shape, 2, 5))
+    target = manifest(shape, [(Region((0, 0), (9, 5)), None)], padding=13)
+    tensor = numbers(shape)
+    got = written(make_plan(source, target), store_of(source, tensor), tmp_path)
+    assert got == tensor.tobytes() + bytes(4 * 13)
+
+
+def test_padding_is_zero_also_where_the_window_held_other_bytes(tiny: Tiny, tmp_path: Path) -> None:
+    """The window is reused: what the first buffer left in it must not reach the second's padding."""
+    tiny(64)
+    shape = (16,)
+    boxes = [(Region((0,), (16,)), None)]
+    source, target = manifest(shape, boxes), manifest(shape, [*boxes, *boxes], padding=16)
+    tensor = np.full(shape, 0xFFFFFFFF, np.uint32)
+    got = written(make_plan(source, target), store_of(source, tensor), tmp_path)
+    assert got == (tensor.tobytes() + bytes(64)) * 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 7), width=st.integers(1, 9), cut=st.integers(0, 9), start=st.integers(0, 70),
+    length=st.integers(1, 70), transposed=st.booleans(),
+)  # fmt: skip
+def test_any_range_of_a_buffer(rows: int, width: int, cut: int, start: int, length: int, transposed: bool) -> None:
+    shape = (rows, width)
+    stops = sorted({min(cut, width), width} - {0})
+    boxes = [(box, (1, rows) if transposed else None) for box, _ in columns(shape, *stops)]
+    source = manifest(shape, boxes)
+    target = manifest(shape, [(Region.full(shape), None)])
+    tensor = numbers(shape)
+    filler = BufferFiller(make_plan(source, target), store_of(source, tensor, transposed=transposed))
+    start, stop = min(start, rows * width), min(start + length, rows * width)
+    out = np.full((stop - start) * 4, 0xEE, np.uint8)
+    filler.fill(0, start * 4, out)
+    assert out.tobytes() == tensor.tobytes()[start * 4 : stop * 4]
+
+
+@pytest.mark.parametrize("window", [16, 64, 1 << 20])
+def test_sealed_parts_get_the_crc_of_every_payload(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    tiny(window)
+    shape = (6, 10)
+    source = manifest(shape, columns(shape, 3, 10))
+    target = manifest(shape, [(Region((0, 0), (1, 10)), None), (Region((1, 0), (5, 10)), None)])
+    tensor = numbers(shape)
+    plan = make_plan(source, target)
+    seen: list[tuple[int, ...]] = []
+
+    def seal(crcs: Sequence[int]) -> bytes:
+        seen.append(tuple(crcs))
+        return b"".join(crc.to_bytes(4, "little") for crc in crcs).ljust(20, b"#")
+
+    parts = (
+        Literal(b"head" * 11), Payload(0, 40), Sealed(20, seal), Literal(b""), Payload(1, 200), Sealed(20, seal),
+    )  # fmt: skip
+    progress: list[int] = []
+    filler = BufferFiller(plan, store_of(source, tensor))
+    file = OutputFile("deep/below/out", parts)
+    FileWriter(filler, plan, fsync=True, progress=progress.append).write(tmp_path, [file])
+    first, second = tensor[:1].tobytes(), tensor[1:].tobytes()
+    crcs = zlib.crc32(first), zlib.crc32(second)
+    assert seen == [crcs[:1], crcs]
+    expected = b"head" * 11 + first + seal(crcs[:1]) + second + seal(crcs)
+    assert (tmp_path / "deep/below/out").read_bytes() == expected
+    assert sum(progress) == len(expected) == file.nbytes
+
+
+def test_an_existing_file_is_not_written_over(tmp_path: Path) -> None:
+    shape = (2,)
+    one = manifest(shape, [(Region.full(shape), None)])
+    plan = make_plan(one, one)
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(OutputError, match="cannot be written: File exists"):
+        written(plan, store_of(one, numbers(shape)), tmp_path)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_many_buffers_are_filled_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pieces than fit one batch."""
+    monkeypatch.setattr(execute, "_BATCH_PIECES", 7)
+    shape = (40, 3)
+    source = manifest(shape, columns(shape, 1, 3))
+    target = manifest(shape, [(Region((row, 0), (1, 3)), None) for row in range(40)])
+    tensor = numbers(shape)
+    filler = BufferFiller(make_plan(source, target), store_of(source, tensor))
+    for row in (*range(40), *range(39, -1, -1), 5, 39, 0):
+        out = np.zeros(12, np.uint8)
+        filler.fill(row, 0, out)
+        assert out.tobytes() == tensor[row].tobytes()

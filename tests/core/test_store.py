@@ -1,0 +1,124 @@
+"""Bytes come from files as they were when first opened, or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_optim_bridge.core import store as store_module
+from nemo_optim_bridge.core.manifest import Buffer
+from nemo_optim_bridge.core.store import FileStore, MemoryStore
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError
+
+
+def read(store: FileStore, buffer: int, offset: int, nbytes: int) -> bytes:
+    memory = bytearray(nbytes)
+    store.read_into(buffer, offset, memoryview(memory))
+    return bytes(memory)
+
+
+def files(folder: Path, count: int, content: bytes = b"0123456789") -> list[Buffer]:
+    buffers = []
+    for number in range(count):
+        path = folder / f"file {number}"
+        path.write_bytes(content[number % len(content) :] + content[: number % len(content)])
+        buffers.append(Buffer(str(path), 2, 8, "uint8"))
+    return buffers
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_offsets_are_relative_to_the_buffer(tmp_path: Path) -> None:
+    with FileStore(files(tmp_path, 2)) as store:
+        assert read(store, 0, 0, 8) == b"23456789"
+        assert read(store, 1, 3, 2) == b"67"
+        assert read(store, 0, 5, 0) == b""
+        assert store.num_bytes_read == 10
+        store.check_unchanged()
+
+
+def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
+    buffers = files(tmp_path, 1)
+    os.truncate(buffers[0].file, 9)
+    with FileStore(buffers) as store:
+        assert read(store, 0, 0, 7) == b"2345678"
+        with pytest.raises(CorruptFileError, match="ends at byte 9, 1 bytes too early") as caught:
+            read(store, 0, 0, 8)
+    assert caught.value.path == buffers[0].file
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with (
+        FileStore([Buffer(str(tmp_path / "absent"), 0, 1, "uint8")]) as store,
+        pytest.raises(MissingSourceError, match="cannot be opened: No such file"),
+    ):
+        read(store, 0, 0, 1)
+
+
+def test_a_folder_cannot_be_read(tmp_path: Path) -> None:
+    with (
+        FileStore([Buffer(str(tmp_path), 0, 1, "uint8")]) as store,
+        pytest.raises(CorruptFileError, match="cannot be read: Is a directory"),
+    ):
+        read(store, 0, 0, 1)
+
+
+@pytest.mark.parametrize("change", ["bytes", "size", "time", "replaced", "removed"])
+def test_a_change_after_the_first_read_is_seen(change: str, tmp_path: Path) -> None:
+    buffers = files(tmp_path, 2)
+    path = Path(buffers[1].file)
+    with FileStore(buffers) as store:
+        read(store, 0, 0, 1)
+        read(store, 1, 0, 1)
+        store.check_unchanged()
+        if change == "bytes":
+            path.write_bytes(b"9876543210")
+            os.utime(path, (5, 5))
+        elif change == "size":
+            with path.open("ab") as file:
+                file.write(b"x")
+        elif change == "time":
+            os.utime(path, (1, 1))
+        elif change == "replaced":
+            status = path.stat()
+            (tmp_path / "new").write_bytes(path.read_bytes())
+            os.utime(tmp_path / "new", ns=(status.st_atime_ns, status.st_mtime_ns))
+            (tmp_path / "new").rename(path)
+        else:
+            path.unlink()
+        with pytest.raises(SourceChangedError, match="while it was read") as caught:
+            store.check_unchanged()
+    assert caught.value.path == str(path)
+
+
+def test_a_change_between_two_opens_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MAX_OPEN_FILES", 1)
+    buffers = files(tmp_path, 2)
+    with FileStore(buffers) as store:
+        read(store, 0, 0, 1)
+        read(store, 1, 0, 1)
+        Path(buffers[0].file).write_bytes(b"other content")
+        with pytest.raises(SourceChangedError, match="changed while it was read"):
+            read(store, 0, 0, 1)
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MAX_OPEN_FILES", 3)
+    buffers = files(tmp_path, 20)
+    before = num_open_files()
+    with FileStore(buffers) as store:
+        for _ in range(2):
+            for number in range(20):
+                assert read(store, number, 0, 1) == b"0123456789"[(number + 2) % 10 :][:1]
+                assert num_open_files() - before <= 3
+    assert num_open_files() == before
+
+
+def test_memory(tmp_path: Path) -> None:
+    out = bytearray(3)
+    MemoryStore([memoryview(b"abc"), memoryview(bytes(range(8))).cast("I")]).read_into(1, 2, memoryview(out))
+    assert bytes(out) == b"\x02\x03\x04"
