@@ -9,10 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_optim_bridge.core.checkpoint import MODEL_STATES, Checkpoint
+from nemo_optim_bridge.core.checkpoint import MODEL_STATES, WEIGHT, Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.execute import BufferFiller
-from nemo_optim_bridge.core.gather import bounded_boxes
+from nemo_optim_bridge.core.gather import aligned_buffer, bounded_boxes
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorSpec
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
@@ -51,11 +51,13 @@ class Catalogue:
     paths: Mapping[str, KeyPath]
 
     @classmethod
-    def of(cls, manifest: Manifest, rename: Rename | None = None) -> Catalogue:
+    def of(cls, manifest: Manifest, rename: Rename | None = None, *, model_state: str = WEIGHT) -> Catalogue:
         """Name all entries of a manifest.
 
         Args:
             rename: gives a parameter's name in the state dict; None keeps the checkpoint's.
+            model_state: which state is ``model.<fqn>``: ``weight``, or ``fp32_param``, whose dtype is that of a model
+                trained in fp32; then the rounded weights have no key.
 
         Raises TargetError when two entries get one key.
         """
@@ -75,8 +77,10 @@ class Catalogue:
 
         for spec in manifest.tensors:
             fqn, state = spec.key
-            path = ("model", name(fqn)) if state in MODEL_STATES else ("optim", "state", name(fqn), state)
-            enter(tensors, path, spec, fqn)
+            if state == model_state:
+                enter(tensors, ("model", name(fqn)), spec, fqn)
+            elif state not in MODEL_STATES:
+                enter(tensors, ("optim", "state", name(fqn), state), spec, fqn)
         for fqn, step in manifest.steps.items():
             enter(steps, ("optim", "state", name(fqn), "step"), step, fqn)
         for group in manifest.param_groups:
@@ -111,6 +115,7 @@ def export_dcp(
     out: str | Path,
     *,
     rename: Rename | None = None,
+    model_state: str = WEIGHT,
     vocab_size: int | None = None,
     replicas: str = "error",
     check_crcs: bool = True,
@@ -126,7 +131,7 @@ def export_dcp(
     Args:
         source: a checkpoint directory of any known format, or one that was opened.
         out: the directory to make.
-        rename: gives a parameter's name in the output; None keeps the source's.
+        rename, model_state: see ``Catalogue.of``.
         vocab_size: the true vocabulary; rows beyond it are left out.
         replicas: ``error`` compares copies of one box first, ``lowest-rank`` takes the lowest rank's.
         check_crcs: check the CRC-32 of every ``.pt`` file first.
@@ -140,7 +145,7 @@ def export_dcp(
     check_output(out, (checkpoint.path,), overwrite=overwrite)
     if replicas not in REPLICA_POLICIES:
         raise TargetError(f"unknown replica policy {replicas!r}", hint=f"choose {' or '.join(REPLICA_POLICIES)}")
-    catalogue = Catalogue.of(checkpoint.manifest, rename)
+    catalogue = Catalogue.of(checkpoint.manifest, rename, model_state=model_state)
     target, pieces = _lay_out(catalogue)
     plan = make_plan(checkpoint.manifest, target)
     if check_crcs:
@@ -149,15 +154,19 @@ def export_dcp(
         if replicas == "error" and Pairs.of_replicas(plan).num_bytes():
             require_equal_replicas(plan, store)
         filler = BufferFiller(plan, store)
+        scratch = aligned_buffer(max((run.nbytes for run in target.buffers), default=0))
         total, done = plan.num_bytes, 0
 
         def fill(piece: _Piece) -> torch.Tensor:
             nonlocal done
             import torch
 
+            # Not filled in place: memory that numpy has seen cannot be given back early.
             tensor = torch.empty(piece.region.shape, dtype=getattr(torch, piece.spec.dtype))
             if tensor.numel():
-                filler.fill(piece.buffer, 0, tensor.reshape(-1).view(torch.uint8).numpy())
+                data = scratch[: tensor.nbytes]
+                filler.fill(piece.buffer, 0, data)
+                tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(data))
             done += tensor.nbytes
             progress("writing", done, total)
             return tensor

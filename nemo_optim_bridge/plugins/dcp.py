@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.futures import Future
 
-from nemo_optim_bridge.core.checkpoint import Checkpoint
+from nemo_optim_bridge.core.agree import together
+from nemo_optim_bridge.core.checkpoint import WEIGHT, Checkpoint
 from nemo_optim_bridge.core.live import plan_tensors
 from nemo_optim_bridge.core.manifest import Manifest, TensorKey
 from nemo_optim_bridge.core.region import Region
@@ -51,7 +52,7 @@ class StorageReader(storage.StorageReader):
 
     Args:
         source: a checkpoint directory, one that was opened, or a manifest.
-        rename: gives a parameter's name in the state dict; None keeps the checkpoint's.
+        rename, model_state: see ``Catalogue.of``.
         vocab_size: the true vocabulary; rows beyond it are left out.
 
     ``num_bytes_read`` counts the tensor bytes that this rank has read. Headers are read by ``dcp.load``, on every rank.
@@ -62,12 +63,13 @@ class StorageReader(storage.StorageReader):
         source: str | os.PathLike[str] | Checkpoint | Manifest,
         *,
         rename: Rename | None = None,
+        model_state: str = WEIGHT,
         vocab_size: int | None = None,
     ) -> None:
         self.num_bytes_read = 0
-        self.error: BridgeError | None = None
         self._source = source
         self._rename = rename
+        self._model_state = model_state
         self._vocab_size = vocab_size
         self._manifest: Manifest | None = None
         self._catalogue: Catalogue | None = None
@@ -78,13 +80,9 @@ class StorageReader(storage.StorageReader):
             self._source = checkpoint_id
         self._manifest = self._catalogue = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         """Return what the headers say: every tensor as one chunk, so that requests are cut by the target alone."""
-        try:
-            _, catalogue = self._open()
-        except BridgeError as error:
-            self.error = error
-            raise
+        _, catalogue = self.open()
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in catalogue.values}
         for key in catalogue.steps:
             entries[key] = _whole((), "float32")
@@ -105,7 +103,7 @@ class StorageReader(storage.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what this rank asked for; raises a BridgeError before the first tensor is touched when it cannot."""
-        manifest, catalogue = self._open()
+        manifest, catalogue = self.open()
         resolved: list[tuple[ReadItem, torch.Tensor]] = []
         boxes: list[tuple[TensorKey, Region, torch.Tensor]] = []
         steps: list[tuple[torch.Tensor, float]] = []
@@ -140,13 +138,14 @@ class StorageReader(storage.StorageReader):
         """Tell whether this may be a checkpoint for this reader."""
         return Path(checkpoint_id).is_dir()
 
-    def _open(self) -> tuple[Manifest, Catalogue]:
+    def open(self) -> tuple[Manifest, Catalogue]:
+        """Read the headers, unless they are read already; raises CheckpointError."""
         if self._manifest is None or self._catalogue is None:
             source = self._source
             if isinstance(source, str | os.PathLike):
                 source = open_checkpoint(Path(source), self._vocab_size)
             self._manifest = source if isinstance(source, Manifest) else source.manifest
-            self._catalogue = Catalogue.of(self._manifest, self._rename)
+            self._catalogue = Catalogue.of(self._manifest, self._rename, model_state=self._model_state)
         return self._manifest, self._catalogue
 
 
@@ -155,6 +154,7 @@ def load(
     source: str | os.PathLike[str] | Checkpoint | Manifest | StorageReader,
     *,
     rename: Rename | None = None,
+    model_state: str = WEIGHT,
     vocab_size: int | None = None,
     process_group: Any = None,
 ) -> StorageReader:
@@ -166,9 +166,11 @@ def load(
     Raises one BridgeError on all ranks, with every key that is missing or of another shape or dtype, before any tensor
     is touched.
     """
-    reader = (
-        source if isinstance(source, StorageReader) else StorageReader(source, rename=rename, vocab_size=vocab_size)
-    )
+    if isinstance(source, StorageReader):
+        reader = source
+    else:
+        reader = StorageReader(source, rename=rename, model_state=model_state, vocab_size=vocab_size)
+    together(reader.open, process_group)
     try:
         load_state_dict(
             state_dict,
@@ -178,7 +180,7 @@ def load(
             no_dist=not distributed.is_initialized(),
         )
     except CheckpointException as error:
-        raise (reader.error or first_failure(error)) from None
+        raise first_failure(error) from None
     return reader
 
 
