@@ -15,8 +15,13 @@ import torch
 from torch import distributed
 
 
-def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """Return what ``work(rank, *args)`` returned on each rank; a rank's traceback fails the test."""
+def run_world(
+    num_ranks: int, work: Callable[..., Any], *args: Any, timeout: float = 240, killed: tuple[int, ...] = ()
+) -> list[Any]:
+    """Return what ``work(rank, *args)`` returned on each rank; a rank's traceback fails the test.
+
+    Ranks in ``killed`` are expected to die without a word: None stands for what they return.
+    """
     spawn = multiprocessing.get_context("spawn")
     results: Any = spawn.Queue()
     found: dict[int, Any] = {}
@@ -28,7 +33,7 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout: flo
         for process in ranks:
             process.start()
         try:
-            while len(found) < num_ranks:
+            while len(found) < num_ranks - len(killed):
                 rank, error, value = results.get(timeout=timeout)
                 assert error is None, f"rank {rank}:\n{error}"
                 found[rank] = value
@@ -38,7 +43,7 @@ def run_world(num_ranks: int, work: Callable[..., Any], *args: Any, timeout: flo
                 if process.is_alive():
                     process.kill()
                     process.join()
-    return [found[rank] for rank in range(num_ranks)]
+    return [found.get(rank) for rank in range(num_ranks)]
 
 
 def _rank(rank: int, num_ranks: int, folder: str, results: Any, work: Callable[..., Any], args: Any) -> None:

@@ -33,7 +33,8 @@ def install(**options: Any) -> None:
         home = import_module(_HOME)
     except ImportError as error:
         raise MissingDependencyError(
-            f"nanotron cannot be imported ({error})", hint="pip install nanotron==0.4, or put your revision on the path"
+            f"nanotron cannot be imported ({error})",
+            hint="run pip install nanotron==0.4, or put your revision on the path",
         ) from error
     ours: dict[str, Callable[..., Any]] = {
         "load_optimizer": partial(load_optimizer, **options),
