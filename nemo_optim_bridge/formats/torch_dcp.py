@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from nemo_optim_bridge.core.checkpoint import MODEL_STATES, WEIGHT, Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
@@ -109,6 +113,11 @@ class _Piece:
     region: Region
     buffer: int
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.region.numel * ITEMSIZE[self.spec.dtype]
+
 
 def export_dcp(
     source: str | Path | Checkpoint,
@@ -154,22 +163,16 @@ def export_dcp(
         if replicas == "error" and Pairs.of_replicas(plan).num_bytes():
             require_equal_replicas(plan, store)
         filler = BufferFiller(plan, store)
-        scratch = aligned_buffer(max((run.nbytes for run in target.buffers), default=0))
+        window = aligned_buffer(max((run.nbytes for run in target.buffers), default=0))
         total, done = plan.num_bytes, 0
 
-        def fill(piece: _Piece) -> torch.Tensor:
+        def fill(piece: _Piece) -> npt.NDArray[np.uint8]:
             nonlocal done
-            import torch
-
-            # Not filled in place: memory that numpy has seen cannot be given back early.
-            tensor = torch.empty(piece.region.shape, dtype=getattr(torch, piece.spec.dtype))
-            if tensor.numel():
-                data = scratch[: tensor.nbytes]
-                filler.fill(piece.buffer, 0, data)
-                tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(data))
-            done += tensor.nbytes
+            data = window[: piece.nbytes]
+            filler.fill(piece.buffer, 0, data)
+            done += piece.nbytes
             progress("writing", done, total)
-            return tensor
+            return data
 
         with new_directory(out, overwrite=overwrite, fsync=fsync) as folder:
             _save(folder, catalogue, pieces, fill, fsync=fsync)
@@ -203,13 +206,22 @@ def _require_valid_crcs(manifest: Manifest) -> None:
 
 
 def _save(
-    folder: Path, catalogue: Catalogue, pieces: list[_Piece], fill: Callable[[_Piece], torch.Tensor], *, fsync: bool
+    folder: Path,
+    catalogue: Catalogue,
+    pieces: list[_Piece],
+    fill: Callable[[_Piece], npt.NDArray[np.uint8]],
+    *,
+    fsync: bool,
 ) -> None:
-    """Let torch.distributed.checkpoint write all entries, each tensor chunk being made when it is its turn."""
+    """Let torch.distributed.checkpoint write all entries, each tensor chunk being made when it is its turn.
+
+    All chunks come in the same memory, because torch's writer keeps every tensor until its file is complete. That is
+    right only as long as it writes one before it asks for the next, which is checked.
+    """
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -230,10 +242,30 @@ def _save(
         for piece in pieces:
             yield item(piece.key, piece.spec.shape, piece.spec.dtype, piece.region)
 
+    class Files(FileSystem):
+        """Remembers the file that is being written."""
+
+        current: Any = None
+
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Any:
+            with super().create_stream(path, mode) as stream:
+                self.current = stream
+                yield stream
+
+    files = Files()
+
+    def refuse(piece: _Piece) -> OutputError:
+        return OutputError(
+            "torch's checkpoint writer did not write the whole box in its turn", path=folder, key=piece.key,
+            region=piece.region, hint="please report it with the version of torch",
+        )  # fmt: skip
+
     class Planner(DefaultSavePlanner):
         """Plans all entries, and makes the data of each when the writer asks for it."""
 
-        held: torch.Tensor | None = None
+        previous: _Piece | None = None
+        expected = 0  # bytes that the file must have by now
 
         def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
             self.state_dict, self.mappings, self.is_coordinator = {}, dict(catalogue.paths), is_coordinator
@@ -250,11 +282,14 @@ def _save(
                 return data
             if key in catalogue.steps:
                 return torch.tensor(catalogue.steps[key], dtype=torch.float32)
-            if self.held is not None:
-                # The writer keeps what it has written until its file is complete: take the memory back.
-                self.held.untyped_storage().resize_(0)
-            self.held = fill(by_index[key, tuple(write_item.index.offset or ())])
-            return self.held
+            if self.previous is not None and files.current.tell() < self.expected:
+                raise refuse(self.previous)
+            piece = self.previous = by_index[key, tuple(write_item.index.offset or ())]
+            self.expected += piece.nbytes
+            dtype = getattr(torch, piece.spec.dtype)
+            if not piece.nbytes:
+                return torch.empty(piece.region.shape, dtype=dtype)
+            return torch.from_numpy(fill(piece)).view(dtype).view(piece.region.shape)
 
     class Writer(FileSystemWriter):
         """Makes sure that every item was written in full."""
@@ -262,15 +297,12 @@ def _save(
         def finish(self, metadata: Metadata, results: Any) -> None:
             written = {(r.index.fqn, tuple(r.index.offset or ())): r.size_in_bytes for part in results for r in part}
             for piece in pieces:
-                nbytes = prod(piece.region.shape) * ITEMSIZE[piece.spec.dtype]
-                if written.get((piece.key, piece.region.offsets), -1) < nbytes:
-                    raise OutputError(
-                        "torch's checkpoint writer did not write the whole box", path=folder, key=piece.key,
-                        region=piece.region, hint="please report it with the version of torch",
-                    )  # fmt: skip
+                if written.get((piece.key, piece.region.offsets), -1) < piece.nbytes:
+                    raise refuse(piece)
             super().finish(metadata, results)
 
     writer = Writer(folder, single_file_per_rank=True, sync_files=fsync, thread_count=1, per_thread_copy_ahead=0)
+    writer.fs = files
     try:
         save({}, storage_writer=writer, planner=Planner(), no_dist=True)
     except CheckpointException as error:
