@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -163,6 +164,8 @@ def load(run: Run, case: dict[str, Any]) -> Any:
 
     assert trainer.load_optimizer is serialize.load_optimizer
     root = Path(case["source"])
+    if case.get("as_documented"):
+        return load_as_documented(run, root)
     report = trainer.load_optimizer(
         optimizer=run.optimizer,
         parallel_context=run.context,
@@ -173,6 +176,21 @@ def load(run: Run, case: dict[str, Any]) -> Any:
     )
     trainer.load_lr_scheduler(lr_scheduler=run.scheduler, root_folder=root)
     return report
+
+
+def load_as_documented(run: Run, root: Path) -> Any:
+    """Run the example of docs/nanotron-plugin.md that calls the loader."""
+    from nemo_optim_bridge.plugins import nanotron as bridge
+
+    page = Path(__file__).parents[2] / "docs" / "nanotron-plugin.md"
+    [example] = [
+        block for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "report" in block
+    ]
+    names = {"optimizer": run.optimizer, "parallel_context": run.context, "checkpoint_path": root, "model": run.model}
+    scope = {"bridge": bridge, "print": lambda *values: None, **names}
+    exec(compile(example, page.name, "exec"), scope)
+    bridge.load_lr_scheduler(run.scheduler, root)
+    return scope["report"]
 
 
 def resume(run: Run, case: dict[str, Any], truth: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def test_training_goes_on_as_if_never_interrupted(
     topology: tuple[int, int, int, int], sources: list[str], nanotron_fixtures: Path
 ) -> None:
     cases = [case(nanotron_fixtures, name) for name in sources]
+    cases[0]["as_documented"] = True
     for name, ranks in zip(sources, run_cases(topology, cases, Path(cases[0]["source"])), strict=True):
         for found in ranks:
             assert found["wrong"] == [], name
