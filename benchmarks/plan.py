@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, TensorKey
 from nemo_optim_bridge.core.plan import Plan, make_plan
@@ -58,6 +59,13 @@ def grid(shape: tuple[int, ...], rows: int, columns: int) -> Boxes:
     return lambda _: boxes
 
 
+def experts(shape: tuple[int, ...], ep: int, tp: int) -> Boxes:
+    """Return expert tensors split along dim 0 over ep and along dim 1 or 2 over tp."""
+    return lambda number: [
+        part for group in Region.full(shape).split(0, ep) for part in group.split(1 + number % 2, tp)
+    ]
+
+
 def replicated(shape: tuple[int, ...], tp: int, copies: int) -> Boxes:
     """Return a tensor parallel layout that ``copies`` ranks hold each."""
     return lambda number: list(Region.full(shape).split(number % 2, tp)) * copies
@@ -70,6 +78,7 @@ CASES: dict[str, tuple[int, tuple[int, ...], Boxes, Boxes]] = {
     "zero": (200, (1000, 1001), zero((1000, 1001), 64), zero((1000, 1001), 48)),
     "grid": (1024, (4096, 4096), grid((4096, 4096), 32, 16), grid((4096, 4096), 16, 32)),
     "one-grid": (1 << 20, (4096, 4096), grid((4096, 4096), 1024, 512), grid((4096, 4096), 512, 1024)),
+    "experts": (128, (64, 1024, 1024), experts((64, 1024, 1024), 16, 4), experts((64, 1024, 1024), 8, 8)),
     "replicas": (64, (4096, 4096), replicated((4096, 4096), 64, 4), split((4096, 4096), 32)),
 }
 
@@ -122,18 +131,20 @@ def main() -> None:
     source, target = manifest(num_tensors, shape, source_boxes), manifest(num_tensors, shape, target_boxes)
     with PeakRss() as peak:
         plan = make_plan(source, target)
-    seconds = []
+    wall, cpu = [], []
     for _ in range(options.rounds):
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         make_plan(source, target)
-        seconds.append(time.perf_counter() - start)
+        wall.append((time.perf_counter() - start) / plan.pieces * 1e6)
+        cpu.append((time.process_time() - start_cpu) / plan.pieces * 1e6)
     result = {
         "case": options.case,
         "pieces": plan.pieces,
         "sources": len(source.shards),
         "targets": len(target.shards),
-        "us_per_piece": round(min(seconds) / plan.pieces * 1e6, 4),
-        "us_per_piece_max": round(max(seconds) / plan.pieces * 1e6, 4),
+        "us_per_piece": round(median(wall), 3),
+        "us_per_piece_min": round(min(wall), 3),
+        "cpu_us_per_piece": round(median(cpu), 3),
         "plan_bytes_per_piece": round(plan_bytes(plan) / plan.pieces, 1),
         "peak_bytes_per_piece": round(peak.gained / plan.pieces, 1),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),

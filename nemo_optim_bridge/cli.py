@@ -15,7 +15,10 @@ from nemo_optim_bridge.errors import BridgeError, TargetError
 from nemo_optim_bridge.version import __version__
 
 if TYPE_CHECKING:
+    from nemo_optim_bridge.core.checkpoint import Checkpoint as CheckpointView
     from nemo_optim_bridge.core.diff import Diff
+    from nemo_optim_bridge.core.survey import Survey
+    from nemo_optim_bridge.core.team import Team
 
 EXIT_OK, EXIT_DIFFERENT, EXIT_REFUSED = 0, 1, 2
 
@@ -31,6 +34,9 @@ Checkpoint = Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of o
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Left = Annotated[Path, typer.Argument(metavar="A")]
 Right = Annotated[Path, typer.Argument(metavar="B")]
+NumWorkers = Annotated[
+    int | None, typer.Option(help="Worker processes. Default: up to four for large checkpoints.", min=1)
+]
 VocabSize = Annotated[
     int | None, typer.Option(help="The true vocabulary; rows beyond it are padding. Default: the stored size.", min=1)
 ]
@@ -115,6 +121,7 @@ def reshard(
     allow_cold: Annotated[
         bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
     ] = False,
+    workers: NumWorkers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
     fsync: Annotated[bool, typer.Option(help="Sync files and directories to disk.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")] = False,
@@ -122,6 +129,7 @@ def reshard(
 ) -> None:
     """Re-shard CKPT to another topology. Omitted sizes are the source's. OUT appears only when it is complete."""
     with _errors_reported(as_json):
+        from nemo_optim_bridge.core.team import find_team
         from nemo_optim_bridge.formats.nanotron.reshard import Options, plan_reshard
 
         options = Options(
@@ -143,13 +151,17 @@ def reshard(
         )
         planned = plan_reshard(checkpoint, out, options)
         summary = planned.summary()
+        is_leader = True
         if not dry_run:
-            with _progress() as report:
-                summary.update(planned.run(report))
+            team = find_team(workers, summary["bytes_to_read"])
+            with _progress(team) as report:
+                summary.update(planned.run(team, report))
+            is_leader = team.is_leader
             for finding in summary["findings"]:
                 summary["remarks"].append(f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}")
         summary["written"] = not dry_run
-    _print_result(summary, as_json)
+    if is_leader:
+        _print_result(summary, as_json)
     raise typer.Exit(EXIT_DIFFERENT if dry_run and summary["problems"] else EXIT_OK)
 
 
@@ -158,23 +170,35 @@ def fingerprint(
     checkpoint: Checkpoint,
     vocab_size: VocabSize = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print the digest of every tensor as well.")] = False,
+    workers: NumWorkers = None,
     as_json: Json = False,
 ) -> None:
     """Print digests of what a checkpoint holds; they do not depend on topology, ZeRO stage, file names or dialect."""
     with _errors_reported(as_json):
-        from nemo_optim_bridge.core.store import FileStore
-        from nemo_optim_bridge.core.survey import survey
         from nemo_optim_bridge.formats.checkpoints import open_checkpoint
 
         opened = open_checkpoint(checkpoint, vocab_size)
-        with FileStore.of(opened.manifest) as store, _progress() as report:
-            found = survey(opened, store, scan=False, progress=lambda done, total: report("reading", done, total))
-            store.check_unchanged()
-    digests = found.fingerprint.to_json() if found.fingerprint else {}
-    if as_json or tensors:
-        _print_result({**digests, "remarks": list(opened.remarks)}, as_json)
-    else:
-        _print_result({name: digest for name, digest in digests.items() if name != "tensors"}, as_json)
+        surveyed, is_leader = _survey(opened, workers, scan=False)
+    digests = surveyed.fingerprint.to_json() if surveyed.fingerprint else {}
+    if not (as_json or tensors):
+        digests.pop("tensors")
+    if is_leader:
+        _print_result({**digests, "remarks": list(opened.remarks)} if as_json else digests, as_json)
+
+
+def _survey(opened: CheckpointView, workers: int | None, *, scan: bool) -> tuple[Survey, bool]:
+    """Read a checkpoint once with all processes there are; also tell whether this one is to print."""
+    from nemo_optim_bridge.core.store import FileStore
+    from nemo_optim_bridge.core.survey import survey
+    from nemo_optim_bridge.core.team import find_team
+    from nemo_optim_bridge.core.whole import whole_bytes
+
+    num_bytes = whole_bytes(opened.manifest)
+    team = find_team(workers, num_bytes)
+    with _progress(team) as report:
+        surveyed = survey(opened, team, scan=scan, progress=report("hashing", num_bytes))
+    team.lead(FileStore.of(opened.manifest).check_unchanged)
+    return surveyed, team.is_leader
 
 
 @app.command()
@@ -241,16 +265,13 @@ def _verdict(found: Diff) -> str:
 
 def _check_receipt(path: Path, receipt_path: Path, vocab_size: int | None) -> tuple[list[str], dict[str, int]]:
     from nemo_optim_bridge.core.receipt import check_receipt, read_receipt
-    from nemo_optim_bridge.core.store import FileStore
-    from nemo_optim_bridge.core.survey import survey
     from nemo_optim_bridge.formats.checkpoints import open_checkpoint
 
     receipt = read_receipt(receipt_path)
     opened = open_checkpoint(path, vocab_size or receipt["vocab_size"])
-    with FileStore.of(opened.manifest) as store:
-        surveyed = survey(opened, store)
-        store.check_unchanged()
-    return list(check_receipt(receipt, opened, surveyed)), {"num_tensors": len(opened.manifest.tensors)}
+    surveyed, _ = _survey(opened, None, scan=True)
+    lines = list(check_receipt(receipt, opened, surveyed))
+    return lines, {"num_tensors": len(opened.manifest.tensors)}
 
 
 def _split(text: str | None) -> tuple[int, ...] | None:
@@ -298,22 +319,19 @@ def _shown(value: Any) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a progress callback that draws a bar on a terminal's stderr and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda stage, done, total: None
+def _progress(team: Team) -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Yield a progress callback that draws bars on a terminal's stderr, for one process, and nothing elsewhere."""
+    if not sys.stderr.isatty() or not team.is_leader:
+        yield lambda stage, total: lambda num_bytes: None
         return
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            task = tasks.setdefault(stage, None)
-            if task is None:
-                task = tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(task, completed=done)
+        def report(stage: str, total: int) -> Callable[[int], None]:
+            task = bars.add_task(stage, total=total)
+            return lambda num_bytes: bars.advance(task, num_bytes)
 
         yield report

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, ranges
+from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, crossing, ranges
 from nemo_optim_bridge.core.manifest import Manifest, ShardTable
 from nemo_optim_bridge.errors import BridgeError, ContradictionError
 
@@ -40,7 +40,7 @@ def _error(manifest: Manifest, problem: str, row: int) -> ContradictionError:
 
 def _extents(table: ShardTable, rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Return the distance from each view's first element to past its last, and whether its strides descend."""
-    shape, stride = table.shape[rows], table.stride[rows]
+    shape, stride = table.shape.take(rows, axis=0), table.stride.take(rows, axis=0)
     span = np.zeros(len(rows), np.int64)
     row_major = np.ones(len(rows), np.bool_)
     for dim in reversed(range(shape.shape[1])):
@@ -67,17 +67,14 @@ def _interleaved(manifest: Manifest, rows: IntArray, extent: IntArray) -> Iterat
     capacity = np.array([buffer.nbytes for buffer in manifest.buffers], np.int64)
     start = table.storage_offset[rows]
     place = (np.cumsum(capacity) - capacity)[table.buffer[rows]] + start
-    crosses = place[1:] < np.maximum.accumulate(place + extent)[:-1]
-    if not crosses.any():
+    suspect = crossing(place, np.maximum.accumulate(place + extent))
+    if not suspect.any():
         return
-    suspect = np.zeros(len(rows), np.bool_)
-    suspect[1:] = crosses
-    suspect[:-1] |= crosses
     rows = rows[suspect]
     views = Boxes(table.buffer[rows], start[suspect, None], extent[suspect, None])
     index = BoxIndex(views, capacity[:, None])
     for first in range(0, len(rows), _CHUNK):
-        query, found = index.find(views.take(slice(first, first + _CHUNK)))
+        query, found = index.find(views.take(np.arange(first, min(first + _CHUNK, len(rows)))))
         query += first
         once = query > found  # what equals a view found before has a greater number than it
         yield rows[found[once]], rows[query[once]]

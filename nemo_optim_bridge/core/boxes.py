@@ -8,7 +8,6 @@ by column, never as a product; what remains in one node after the last level are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +29,9 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def take(self, rows: npt.NDArray[np.integer] | slice) -> Boxes:
+    def take(self, rows: IntArray) -> Boxes:
         """Return the boxes of the given row numbers."""
-        return Boxes(self.tensor[rows], self.offsets[rows], self.shape[rows])
+        return Boxes(self.tensor[rows], self.offsets.take(rows, axis=0), self.shape.take(rows, axis=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,22 +39,23 @@ class _Level:
     """Children of the nodes of one depth: distinct intervals in ascending order on the level's line.
 
     Within a layer stops ascend as starts do, hence what overlaps an interval is a contiguous range of children.
-    ``child`` is the box of a child that has no further level, or the complement of its node number in the next one.
+    ``child`` is the row of a child that is a single box, or the complement of its node number in the next level.
     """
 
     dim: IntArray  # per node
     base: IntArray  # per node: where its stretch of the line begins
-    starts: tuple[IntArray, ...]  # per layer
-    stops: tuple[IntArray, ...]
-    child: tuple[IntArray, ...]
+    layers: tuple[tuple[IntArray, IntArray, IntArray], ...]  # starts, stops, child
 
     def overlapping(self, boxes: Boxes, query: IntArray, node: IntArray) -> tuple[IntArray, IntArray]:
         """Return (query, child) for every child of ``node`` that overlaps its query along this level's dimension."""
         start, stop = _on_line(boxes, query, node, self.dim, self.base)
+        order = np.argsort(start, kind="stable")  # ascending needles are found several times faster
+        start, stop = start[order], stop[order]
         found: list[tuple[IntArray, IntArray]] = []
-        for starts, stops, child in zip(self.starts, self.stops, self.child, strict=True):
-            first = _count_below(stops, start, "right")
-            count = _count_below(starts, stop, "left") - first
+        for starts, stops, child in self.layers:
+            first, count = np.empty_like(start), np.empty_like(start)
+            first[order] = at = np.searchsorted(stops, start, side="right")
+            count[order] = np.searchsorted(starts, stop, side="left") - at
             found.append((np.repeat(query, count), child[ranges(first, count)]))
         return _joined(found)
 
@@ -74,65 +74,42 @@ class BoxIndex:
     def __init__(self, boxes: Boxes, sizes: IntArray) -> None:
         self._boxes = boxes
         self._levels: list[_Level] = []
-        self._crossing: list[IntArray] = []
-        self.equal: tuple[IntArray, IntArray] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._crossing: list[IntArray] = []  # rows whose interval overlaps a different one of the same node
         order = _dims_by_selectivity(boxes, sizes)
         rows, node, tensor = np.arange(len(boxes)), boxes.tensor, np.arange(len(sizes))
         for depth in range(sizes.shape[1]):
             dim = order[tensor, depth]
-            rows, node, tensor = self._grow(rows, node, tensor, dim, sizes[tensor, dim], depth + 1 == sizes.shape[1])
+            rows, node, tensor = self._add_level(rows, node, tensor, dim, _bases(sizes[tensor, dim]))
             if not len(rows):
                 break
+        self.equal = rows, node
+        self._one_of_equal = rows[np.unique(node, return_index=True)[1]]
 
-    def _grow(
-        self, rows: IntArray, node: IntArray, tensor: IntArray, dim: IntArray, size: IntArray, last: bool
+    def _add_level(
+        self, rows: IntArray, node: IntArray, tensor: IntArray, dim: IntArray, base: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Add a level below ``node`` (one per row); return the rows that share a child, their node, its tensor."""
-        if size.sum(dtype=np.float64) >= _LONGEST_LINE:
-            raise CheckpointError("the tensors are too large to be planned together")
-        base = np.cumsum(size) - size
+        """Divide the nodes, one per row, along ``dim``; return what remains: rows, their node, each node's tensor."""
         start, stop = _on_line(self._boxes, rows, node, dim, base)
-        rows, node, start, stop = _sorted_intervals(rows, node, start, stop)
+        order, start, stop = _by_start_and_stop(start, stop)
+        rows = rows[order]
         is_first = np.ones(len(rows), np.bool_)
         is_first[1:] = (start[1:] != start[:-1]) | (stop[1:] != stop[:-1])
         first = np.flatnonzero(is_first)
         shared = np.diff(first, append=len(rows)) > 1
         starts, stops, child = start[first], stop[first], rows[first]
-        members = np.zeros(0, np.int64)
-        next_node = members
-        if shared.any():
-            child_of_row = np.cumsum(is_first) - 1
-            members = np.flatnonzero(shared[child_of_row])
-            number = np.cumsum(shared) - 1
-            next_node = number[child_of_row[members]]
-            if last:
-                self.equal = rows[members], next_node
-            else:
-                child[shared] = ~number[shared]
         furthest = np.maximum.accumulate(stops)
-        self._note_crossing(rows, is_first, starts, furthest)
-        layers = _layers(stops, furthest)
-        self._levels.append(
-            _Level(
-                dim, base, tuple(starts[x] for x in layers), tuple(stops[x] for x in layers),
-                tuple(child[x] for x in layers),
-            )
-        )  # fmt: skip
-        if last:
-            members = members[:0]
-            next_node = members
-        return rows[members], next_node, tensor[node[first[shared]]]
-
-    def _note_crossing(
-        self, rows: IntArray, is_first: npt.NDArray[np.bool_], starts: IntArray, furthest: IntArray
-    ) -> None:
-        """Remember the rows whose interval overlaps a different interval of the same node."""
-        crosses = starts[1:] < furthest[:-1]
-        if crosses.any():
-            suspect = np.zeros(len(starts), np.bool_)
-            suspect[1:] = crosses
-            suspect[:-1] |= crosses
-            self._crossing.append(rows[suspect[np.cumsum(is_first) - 1]])
+        crosses = crossing(starts, furthest)
+        remaining, next_node = rows[:0], rows[:0]
+        if shared.any() or crosses.any():
+            child_of_row = np.cumsum(is_first) - 1
+            self._crossing.append(rows[crosses[child_of_row]])
+            inside = shared[child_of_row]
+            remaining = rows[inside]
+            next_node = (np.cumsum(shared) - 1)[child_of_row[inside]]
+            child[shared] = ~np.arange(np.count_nonzero(shared))
+        layers = tuple((starts[some], stops[some], child[some]) for some in _layers(stops, furthest))
+        self._levels.append(_Level(dim, base, layers))
+        return remaining, next_node, tensor[node[order[first[shared]]]]
 
     def find(self, boxes: Boxes) -> tuple[IntArray, IntArray]:
         """Return (row of ``boxes``, row of the index) of every pair that may overlap, most of which do.
@@ -145,21 +122,19 @@ class BoxIndex:
             query, child = level.overlapping(boxes, query, node)
             inner = child < 0
             if not inner.any():
-                found.append((query, child))
-                break
+                return _joined([*found, (query, child)])
             found.append((query[~inner], child[~inner]))
             query, node = query[inner], ~child[inner]
-        return _joined(found)
+        return _joined([*found, (query, self._one_of_equal[node])])
 
     def find_overlaps(self) -> tuple[IntArray, IntArray]:
         """Return the pairs of rows, each once, whose boxes overlap without being equal."""
-        if not self._crossing:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        suspect = np.unique(np.concatenate(self._crossing))
+        suspect = np.unique(np.concatenate([np.zeros(0, np.int64), *self._crossing]))
         query, b = self.find(self._boxes.take(suspect))
         a = suspect[query]
         _, shape = intersect(self._boxes, a, self._boxes, b)
-        differ = (self._boxes.offsets[a] != self._boxes.offsets[b]) | (self._boxes.shape[a] != self._boxes.shape[b])
+        one, two = self._boxes.take(a), self._boxes.take(b)
+        differ = (one.offsets != two.offsets) | (one.shape != two.shape)
         real = (volume(shape) > 0) & differ.any(axis=1)
         a, b = a[real], b[real]
         pairs = np.unique(np.stack([np.minimum(a, b), np.maximum(a, b)], axis=1), axis=0)
@@ -168,10 +143,12 @@ class BoxIndex:
 
 def intersect(a: Boxes, a_rows: IntArray, b: Boxes, b_rows: IntArray) -> tuple[IntArray, IntArray]:
     """Return offsets and shape (n, K) of the common box of each pair; some size is 0 or less where there is none."""
-    a_offsets, b_offsets = a.offsets[a_rows], b.offsets[b_rows]
-    stops = np.minimum(a_offsets + a.shape[a_rows], b_offsets + b.shape[b_rows])
-    offsets = np.maximum(a_offsets, b_offsets)
-    return offsets, stops - offsets
+    offsets, other = a.offsets.take(a_rows, axis=0), b.offsets.take(b_rows, axis=0)
+    stops = offsets + a.shape.take(a_rows, axis=0)
+    np.minimum(stops, other + b.shape.take(b_rows, axis=0), out=stops)
+    np.maximum(offsets, other, out=offsets)
+    stops -= offsets
+    return offsets, stops
 
 
 def volume(shape: IntArray) -> IntArray:
@@ -190,16 +167,6 @@ def ranges(first: IntArray, count: IntArray) -> IntArray:
     return numbers
 
 
-def _count_below(ascending: IntArray, values: IntArray, side: Literal["left", "right"]) -> IntArray:
-    """Return ``searchsorted(ascending, values, side)``; sorts the values first, for the sake of the cache."""
-    if (values[1:] >= values[:-1]).all():
-        return np.searchsorted(ascending, values, side=side)
-    order = np.argsort(values, kind="stable")
-    count = np.empty(len(values), np.int64)
-    count[order] = np.searchsorted(ascending, values[order], side=side)
-    return count
-
-
 def _on_line(boxes: Boxes, rows: IntArray, node: IntArray, dim: IntArray, base: IntArray) -> tuple[IntArray, IntArray]:
     """Return start and stop of each row's interval along its node's dimension, on the level's line."""
     cell = rows * boxes.offsets.shape[1] + dim[node]
@@ -207,27 +174,37 @@ def _on_line(boxes: Boxes, rows: IntArray, node: IntArray, dim: IntArray, base: 
     return start, start + boxes.shape.reshape(-1)[cell]
 
 
-def _sorted_intervals(
-    rows: IntArray, node: IntArray, start: IntArray, stop: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the columns sorted by (start, stop)."""
+def _bases(size: IntArray) -> IntArray:
+    """Return where each node's stretch of the line begins."""
+    if size.sum(dtype=np.float64) >= _LONGEST_LINE:
+        raise CheckpointError("the tensors are too large to be planned together")
+    return np.cumsum(size) - size
+
+
+def _by_start_and_stop(start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the order of the intervals by start, then stop, and both in that order."""
     order = np.argsort(start, kind="stable")  # listings are made of sorted runs, which a stable sort merges
-    if _descends_within(start[order], stop[order]):
+    ascending, along = start[order], stop[order]
+    if ((ascending[1:] == ascending[:-1]) & (along[1:] < along[:-1])).any():
         order = np.lexsort((stop, start))
-    return rows[order], node[order], start[order], stop[order]
+        ascending, along = start[order], stop[order]
+    return order, ascending, along
 
 
-def _descends_within(start: IntArray, stop: IntArray) -> bool:
-    """Tell whether stops of equal starts are out of order."""
-    return bool(((start[1:] == start[:-1]) & (stop[1:] < stop[:-1])).any())
+def crossing(starts: IntArray, furthest: IntArray) -> npt.NDArray[np.bool_]:
+    """Tell which of the intervals, sorted by start, overlap another; ``furthest`` is the running maximum of stops."""
+    overlaps = np.zeros(len(starts), np.bool_)
+    overlaps[1:] = starts[1:] < furthest[:-1]
+    overlaps[:-1] |= overlaps[1:]
+    return overlaps
 
 
-def _layers(stops: IntArray, furthest: IntArray) -> list[npt.NDArray[np.int64] | slice]:
+def _layers(stops: IntArray, furthest: IntArray) -> list[IntArray | slice]:
     """Return index sets that partition intervals sorted by start so that in each of them stops ascend too."""
     nested = np.flatnonzero(stops < furthest)
     if not len(nested):
         return [slice(None)]
-    layers: list[npt.NDArray[np.int64] | slice] = [np.flatnonzero(stops == furthest)]
+    layers: list[IntArray | slice] = [np.flatnonzero(stops == furthest)]
     while len(nested):
         inside = stops[nested] < np.maximum.accumulate(stops[nested])
         layers.append(nested[~inside])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -174,7 +175,8 @@ class Manifest:
             by_ndim.setdefault(len(spec.shape), []).append(row)
         for ndim, rows in by_ndim.items():
             if ndim:
-                sizes[rows, max_ndim - ndim :] = [self.tensors[row].shape for row in rows]
+                values = chain.from_iterable(self.tensors[row].shape for row in rows)
+                sizes[rows, max_ndim - ndim :] = np.fromiter(values, np.int64).reshape(-1, ndim)
         return sizes
 
 

@@ -173,8 +173,8 @@ def _source_boxes(
 def _boxes_of(table: ShardTable, tensor: IntArray, rows: IntArray, max_ndim: int) -> Boxes:
     """Return the boxes of the shards ``rows`` with ``max_ndim`` dimensions; ``tensor`` numbers those of all shards."""
     all_in_order = len(rows) == len(table) and bool((rows[1:] > rows[:-1]).all())
-    take: slice | IntArray = _ALL if all_in_order else rows
-    return Boxes(tensor[take], _padded(table.offsets[take], max_ndim, 0), _padded(table.shape[take], max_ndim, 1))
+    boxes = Boxes(tensor, _padded(table.offsets, max_ndim, 0), _padded(table.shape, max_ndim, 1))
+    return boxes if all_in_order else boxes.take(rows)
 
 
 def _padded(columns: IntArray, max_ndim: int, value: int) -> IntArray:
@@ -236,11 +236,9 @@ class _Pieces:
 
     def keep(self, order: slice | IntArray) -> None:
         """Reduce or reorder the pieces, a column at a time."""
-        self.source_rows = self.source_rows[order]
-        self.target_rows = self.target_rows[order]
-        self.offsets = self.offsets[order]
-        self.shape = self.shape[order]
-        self.place = self.place[order]
+        for name in ("source_rows", "target_rows", "offsets", "shape", "place"):
+            column = getattr(self, name)
+            setattr(self, name, column[order] if isinstance(order, slice) else column.take(order, axis=0))
 
 
 def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Boxes, read: IntArray) -> _Pieces:
@@ -251,7 +249,7 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
     query, found = index.find(sought)
     capacity = np.array([buffer.nbytes // ITEMSIZE[buffer.dtype] for buffer in target.buffers], np.int64)
     base = np.cumsum(capacity) - capacity
-    stride = _padded(table.stride[wanted], max_ndim, 0)
+    stride = _padded(table.stride.take(wanted, axis=0), max_ndim, 0)
     origin = base[table.buffer[wanted]] + table.storage_offset[wanted] - _dot(sought.offsets, stride)
     count = len(query)
     row_type = np.int32 if max(len(table), read.max(initial=0)) < 2**31 else np.int64
@@ -271,7 +269,7 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
         pieces.source_rows[rows] = read[at]
         pieces.target_rows[rows] = wanted[some]
         pieces.offsets[rows], pieces.shape[rows] = offsets, shape
-        pieces.place[rows] = origin[some] + _dot(offsets, stride[some])
+        pieces.place[rows] = origin[some] + _dot(offsets, stride.take(some, axis=0))
     pieces.keep(slice(used))
     return pieces
 
@@ -313,8 +311,8 @@ def _sorted_plan(source: Manifest, target: Manifest, pieces: _Pieces, replicas: 
 
 def _storage_offsets(table: ShardTable, rows: RowArray, offsets: IntArray) -> IntArray:
     """Return where the element at ``offsets`` of each shard lies in its buffer, in elements."""
-    inside = offsets[:, offsets.shape[1] - table.offsets.shape[1] :] - table.offsets[rows]
-    return table.storage_offset[rows] + _dot(inside, table.stride[rows])
+    inside = offsets[:, offsets.shape[1] - table.offsets.shape[1] :] - table.offsets.take(rows, axis=0)
+    return table.storage_offset[rows] + _dot(inside, table.stride.take(rows, axis=0))
 
 
 def _dot(a: IntArray, b: IntArray) -> IntArray:

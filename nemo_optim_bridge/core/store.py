@@ -79,6 +79,9 @@ class FileStore:
                     "changed while it was read", path=file, hint="wait until nothing writes there, then run again"
                 )
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close every open descriptor."""
         while self._open:

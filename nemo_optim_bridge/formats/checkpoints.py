@@ -8,6 +8,8 @@ from typing import Any
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.survey import survey
+from nemo_optim_bridge.core.team import find_team
+from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.errors import UnknownFormatError
 from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotron
 from nemo_optim_bridge.formats.nanotron.layout import padded_vocab_size
@@ -55,9 +57,9 @@ def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
     checkpoint = read_checkpoint(root)
     found = inspect_nanotron(checkpoint)
     if deep:
-        with FileStore.of(checkpoint.manifest) as store:
-            findings = survey(as_checkpoint(checkpoint), store, digests=False).findings
-            store.check_unchanged()
+        team = find_team(None, whole_bytes(checkpoint.manifest))
+        findings = survey(as_checkpoint(checkpoint), team, digests=False).findings
+        FileStore.of(checkpoint.manifest).check_unchanged()
         found["findings"] = [finding.to_json() for finding in findings]
         found["problems"] += [finding.in_words() for finding in findings]
     return found

@@ -701,7 +701,7 @@ class _Layout:
         number = len(self._open_crcs)
         self._open_crcs.append(crc_position)
         size = 24 if wide else 16
-        self._parts.append(Sealed(size, partial(_seal_descriptor, number, wide, nbytes)))
+        self._parts.append(Sealed(size, partial(_seal_descriptor, number, wide, nbytes), number))
         self._position += nbytes + size
 
     def finish(self) -> tuple[Part, ...]:

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from materialise import materialise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
@@ -40,6 +39,7 @@ from nemo_optim_bridge.formats.torch_zip import (
     read_torch_bytes,
     read_torch_file,
 )
+from tests.formats.materialise import materialise
 
 DATA = Path(__file__).parent.parent / "data" / "torch_zip"
 #: A directory of real checkpoints: every .pt below it is compared with torch.load.

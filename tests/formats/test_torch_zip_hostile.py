@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from materialise import materialise
 
 from nemo_optim_bridge.errors import CheckpointError, CorruptFileError, UnsafePickleError
 from nemo_optim_bridge.formats.pickle_data import Call, Global, dumps
 from nemo_optim_bridge.formats.torch_zip import NewTensor, check_crcs, lay_out, read_torch_bytes, read_torch_file
+from tests.formats.materialise import materialise
 
 
 def read(data):
