@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_optim_bridge.core.checkpoint import MODEL_STATES, WEIGHT, Checkpoint
-from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
+from nemo_optim_bridge.core.compare import require_equal_replicas
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import aligned_buffer, bounded_boxes
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorSpec
@@ -22,6 +22,7 @@ from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.core.team import Workers
 from nemo_optim_bridge.errors import BridgeError, CorruptFileError, OutputError, TargetError, raise_all
 from nemo_optim_bridge.formats.checkpoints import open_checkpoint
 from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
@@ -159,9 +160,9 @@ def export_dcp(
     plan = make_plan(checkpoint.manifest, target)
     if check_crcs:
         _require_valid_crcs(checkpoint.manifest)
+    if replicas == "error":
+        require_equal_replicas(plan, Workers(1))
     with FileStore.of(checkpoint.manifest) as store:
-        if replicas == "error" and Pairs.of_replicas(plan).num_bytes():
-            require_equal_replicas(plan, store)
         filler = BufferFiller(plan, store)
         window = aligned_buffer(max((run.nbytes for run in target.buffers), default=0))
         total, done = plan.num_bytes, 0

@@ -17,6 +17,7 @@ from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.live import TensorLoad, plan_tensors
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.core.team import Workers
 from nemo_optim_bridge.errors import TargetError
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout
@@ -116,12 +117,13 @@ class _Load:
 
     def check(self, check_crcs: bool, replicas: str, world: Any) -> None:
         """Check this rank's share of the source's bytes."""
+        alone = Workers(1)  # the shares are this module's: ranks need not learn each other's results
         if check_crcs:
-            require_valid_crcs(own_share(self.source, distributed.get_rank(world), distributed.get_world_size(world)))
+            rank, size = distributed.get_rank(world), distributed.get_world_size(world)
+            require_valid_crcs(own_share(self.source, rank, size), alone)
         if replicas == "error":
-            with FileStore.of(self.source.manifest) as store:
-                for load in (self.states_load, self.masters_load):
-                    require_equal_replicas(_share_of_replicas(load.plan, self.running), store)
+            for load in (self.states_load, self.masters_load):
+                require_equal_replicas(_share_of_replicas(load.plan, self.running), alone)
 
     def read_states(self) -> None:
         """Fill the new states, which the optimizer does not know yet."""
