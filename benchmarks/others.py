@@ -113,8 +113,6 @@ def nanotron(source: Path, out: Path, to: Mapping[str, int]) -> Work:
 
 def dcp(source: Path, out: Path, to: Mapping[str, int]) -> Work:
     """Load a torch DCP checkpoint of the same tensors at the new size and save it again, a process a target rank."""
-    import torch.distributed.checkpoint
-    import torch.distributed.tensor
 
     saved = source.parent / f"{source.name}-dcp"
     if not saved.exists():

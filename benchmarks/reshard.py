@@ -59,7 +59,6 @@ CASES = {
     "tp4-2": Case({**TWO_GB, "tp": 4}, {"tp": 2}, ("cp", *OURS, "cp-optimizer", *SLOW)),
     "tp4-8": Case({**TWO_GB, "tp": 4}, {"tp": 8}),
     "zero4-2": Case({**TWO_GB, "tp": 1, "dp": 4, "zero": 1}, {"dp": 2}),
-    "ep4-2": Case({**TWO_GB, "layers": 12, "tp": 1, "experts": 8, "ep": 4}, {"ep": 2}),
     "mixed": Case({**TWO_GB, "tp": 4, "pp": 2, "dp": 2, "zero": 1}, {"tp": 2, "pp": 1, "dp": 4}),
     "small-10000": Case({"layers": 1666, "hidden": 16, "intermediate": 32, "vocab": 64, "tp": 4}, {"tp": 2}),
     "ranks64-32": Case({**TWO_GB, "tp": 8, "pp": 2, "dp": 4, "zero": 1}, {"tp": 4}),
@@ -338,7 +337,9 @@ def main() -> int:
     before = _busy()
     time.sleep(1)
     noise = _busy() - before
-    print(f"load average {' '.join(f'{load:.2f}' for load in os.getloadavg())}, {noise:.2f} processors busy at the start")
+    print(
+        f"load average {' '.join(f'{load:.2f}' for load in os.getloadavg())}, {noise:.2f} processors busy at the start"
+    )
     busiest = noise
     for name in options.case or [name for name, case in CASES.items() if not case.on_demand]:
         chosen = tuple(

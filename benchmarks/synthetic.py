@@ -110,6 +110,7 @@ def main() -> int:
         "vocab": 2048,
         "heads": 8,
         "tp": 4,
+        "pp": 1,
         "dp": 1,
         "zero": 0,
     }
@@ -130,10 +131,10 @@ def main() -> int:
         whole = Path(scratch, "whole")
         whole.mkdir()
         write_unsharded(whole, parameters, config)
-        if (options.tp, options.dp, options.zero) == (1, 1, 0):
+        if (options.tp, options.pp, options.dp, options.zero) == (1, 1, 1, 0):
             shutil.move(whole, options.out)
         else:
-            wanted = Options(tp=options.tp, dp=options.dp, zero_stage=options.zero, fsync=False)
+            wanted = Options(tp=options.tp, pp=options.pp, dp=options.dp, zero_stage=options.zero, fsync=False)
             plan_reshard(whole, options.out, wanted).run()
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -52,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    gc.set_threshold(100_000, 20, 20)  # checkpoints are described by millions of small objects, few of them garbage
     try:
         with _terminations_raised():
             app(list(argv), prog_name="nemo-optim-bridge")

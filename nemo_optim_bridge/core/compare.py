@@ -77,8 +77,9 @@ class Pairs:
 
     def num_bytes(self) -> int:
         """Bytes of the right side."""
-        itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in self.right.buffers], np.int64)
-        return int((self.shape.prod(axis=1) * itemsize[self.right.shards.buffer[self.right_rows]]).sum())
+        buffers = self.right.shards.buffer[self.right_rows].tolist()
+        itemsize = np.array([ITEMSIZE[self.right.buffers[number].dtype] for number in buffers], np.int64)
+        return int((self.shape.prod(axis=1) * itemsize).sum())
 
 
 def compare(pairs: Pairs, left: Store, right: Store) -> Iterator[Difference]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ class Assembler:
         self._check_presence(stages)
         raise_all(self.problems)
         order = list(dict.fromkeys(fqn for stage in stages for fqn in stage))
-        frozen = [fqn for fqn in self.weights.layouts if fqn not in set(order)]
+        trained = set(order)
+        frozen = [fqn for fqn in self.weights.layouts if fqn not in trained]
         tied = LM_HEAD not in self.weights.layouts
         layouts = self._layouts([*order, *frozen], vocab_size)
         self.problems.extend(facts_problems(self.facts, layouts, self.documents.model.path))
@@ -137,22 +138,23 @@ class Assembler:
             return
         for at, shard in self.shards.items():
             expected = {fqn for fqn in stages[at.pp] if self._owns(fqn, at)}
-            if [fqn for fqn in stages[at.pp] if fqn in set(shard.fqns)] != [*shard.fqns] and expected == {*shard.fqns}:
+            present = set(shard.fqns)
+            if [fqn for fqn in stages[at.pp] if fqn in present] != [*shard.fqns] and expected == present:
                 self.problems.append(
                     ContradictionError("lists the parameters in another order than its stage", path=shard.path)
                 )
-            for fqn in sorted(expected - set(shard.fqns)):
+            for fqn in sorted(expected - present):
                 self.problems.append(
                     MissingSourceError("parameter is missing from this rank", path=shard.path, key=fqn, rank=str(at))
                 )
-            for fqn in sorted(set(shard.fqns) - expected):
+            for fqn in sorted(present - expected):
                 self.problems.append(
                     ContradictionError(
                         "parameter is not on the first rank of this stage", path=shard.path, key=fqn, rank=str(at)
                     )
                 )
             if shard.masters is not None:
-                for fqn in sorted(set(shard.fqns) ^ set(shard.masters)):
+                for fqn in sorted(present ^ set(shard.masters)):
                     self.problems.append(
                         MissingSourceError(
                             "has only one of optimizer state and fp32 master", path=shard.path, key=fqn, rank=str(at)
@@ -265,6 +267,7 @@ class Assembler:
         """Add all states and masters; return what is kept, and the hyperparameters, by parameter."""
         states: dict[str, Mapping[str, str | Scalar]] = {}
         hyperparameters: dict[str, Mapping[str, Any]] = {}
+        exact_once = _exact_once()
 
         def report(problem: str, shard: OptimizerShard, fqn: str) -> None:
             self.problems.append(ContradictionError(problem, path=shard.path, key=fqn, rank=str(shard.at)))
@@ -281,9 +284,8 @@ class Assembler:
                 tensors = {key: (value, value.dtype) for key, value in entries.items() if not isinstance(value, Scalar)}
                 if shard.masters is not None:
                     tensors[MASTER] = (shard.masters[fqn], "float32")
-                if exact(hyperparameters.setdefault(fqn, shard.hyperparameters[fqn])) != exact(
-                    shard.hyperparameters[fqn]
-                ):
+                here = shard.hyperparameters[fqn]
+                if exact_once(hyperparameters.setdefault(fqn, here)) != exact_once(here):
                     report("has other hyperparameters than on other ranks", shard, fqn)
                 flat = self._slice(layout, at)
                 expected = (flat[1] - flat[0],) if self.zero_stage else layout.local_shape(self.topology)
@@ -375,9 +377,22 @@ def facts_problems(facts: ModelFacts, layouts: Mapping[str, ParamLayout], path: 
 def _param_groups(hyperparameters: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
     """Return parameters with equal hyperparameters as one group each, in order of first appearance."""
     groups: dict[object, tuple[Mapping[str, Any], list[str]]] = {}
+    exact_once = _exact_once()
     for fqn, values in hyperparameters.items():
-        groups.setdefault(exact(values), (values, []))[1].append(fqn)
+        groups.setdefault(exact_once(values), (values, []))[1].append(fqn)
     return [ParamGroup(tuple(fqns), values) for values, fqns in groups.values()]
+
+
+def _exact_once() -> Callable[[Mapping[str, Any]], object]:
+    """Return ``exact`` with a memory: parameters of one group share one mapping, which must not be freed meanwhile."""
+    known: dict[int, object] = {}
+
+    def exact_once(values: Mapping[str, Any]) -> object:
+        if id(values) not in known:
+            known[id(values)] = exact(values)
+        return known[id(values)]
+
+    return exact_once
 
 
 def _shown(states: Mapping[str, str | Scalar]) -> str:

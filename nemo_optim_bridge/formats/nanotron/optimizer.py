@@ -86,7 +86,8 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
     order = [names[number] for number in sorted(names)]
     if list(names) != sorted(names):
         raise ContradictionError("parameter numbers are not in order", path=path)
-    if masters is not None and [fqn for fqn in masters if fqn in set(order)] != [f for f in order if f in masters]:
+    named = set(order)
+    if masters is not None and [fqn for fqn in masters if fqn in named] != [fqn for fqn in order if fqn in masters]:
         raise ContradictionError(
             "names and gradient_accumulator list the parameters differently", path=path,
             hint="one of them was edited or mixed up: copy the file again from the original run",
