@@ -84,7 +84,9 @@ def _put_in_place(scratch: Path, out: Path, *, overwrite: bool, fsync: bool) -> 
         if fsync:
             _sync(out.parent)
     except BaseException:
-        if os.path.lexists(out) and os.path.samestat(out.lstat(), complete):  # also where the rename only seemed to fail
+        if os.path.lexists(out) and os.path.samestat(
+            out.lstat(), complete
+        ):  # also where the rename only seemed to fail
             out.rename(scratch)
         if aside is not None:
             _put_back(aside, out)

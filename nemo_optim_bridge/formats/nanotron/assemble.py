@@ -61,20 +61,25 @@ class Assembler:
         raise_all(self.problems)
         groups = _param_groups(hyperparameters)
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
-        manifest = self.builder.build(groups, steps, self._identities())
         scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
+        schedulers = scheduler.files if scheduler else {}
+        manifest = self.builder.build(groups, steps, self._identities(schedulers))
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]
         remarks = list(self._remarks(layouts, vocab_size, has_legacy_names, rebuilt, frozen, scheduler))
         return NanotronCheckpoint(
             self.root, self.dialect, self.topology, self.zero_stage, self.documents, self.facts, layouts, stage_of,
             tied, self.has_masters, states, hyperparameters, scheduler, manifest,
-            tuple(shard.path for shard in self.shards.values()), rebuilt, tuple(remarks),
+            (*(shard.path for shard in self.shards.values()), *schedulers), rebuilt, tuple(remarks),
             tuple(f"{name} does not belong to this checkpoint's topology; it is ignored" for name in names),
         )  # fmt: skip
 
-    def _identities(self) -> dict[str, Identity]:
-        identities = {str(shard.path): shard.identity for shard in self.shards.values()}
+    def _identities(self, schedulers: Mapping[Path, Identity]) -> dict[str, Identity]:
+        """Return what every file that counts was when it was read, so that no later version of one is mixed in."""
+        identities = {str(path): identity for path, identity in schedulers.items()}
+        for document in self.documents.all():
+            identities[str(document.path)] = document.identity
+        identities.update((str(shard.path), shard.identity) for shard in self.shards.values())
         identities.update(
             (str(shard.path), shard.identity) for shards in self.weights.shards.values() for shard in shards
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
+    CorruptFileError,
     MissingSourceError,
     UnknownFormatError,
     raise_all,
@@ -32,20 +34,32 @@ _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 def resolve(path: Path) -> Path:
     """Return the checkpoint directory itself: ``path``, or the step that ``path/latest.txt`` names."""
-    if not path.is_dir():
-        raise MissingSourceError("is not a directory", path=path, hint="give the directory of one checkpoint step")
-    latest = path / "latest.txt"
-    if (path / "model_config.json").exists() or not latest.is_file():
-        return path
-    step = latest.read_text(errors="replace").strip()
-    if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
-        raise MissingSourceError(f"latest.txt names step {step[:40]!r}, which is not there", path=path)
-    return path / step
+    with _readable(path):
+        if not path.is_dir():
+            raise MissingSourceError("is not a directory", path=path, hint="give the directory of one checkpoint step")
+        latest = path / "latest.txt"
+        if (path / "model_config.json").exists() or not latest.is_file():
+            return path
+        with latest.open(errors="replace") as file:
+            step = file.read(100).strip()
+        if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
+            raise MissingSourceError(f"latest.txt names step {step[:40]!r}, which is not there", path=path)
+        return path / step
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """Turn the system's refusals to list or open something below ``root`` into CorruptFileError."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=error.filename or root) from error
 
 
 def is_nanotron(path: Path) -> bool:
     """Tell whether a directory looks like a nanotron checkpoint."""
-    return (path / "model_config.json").is_file() and (path / "model").is_dir()
+    with _readable(path):
+        return (path / "model_config.json").is_file() and (path / "model").is_dir()
 
 
 def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None) -> NanotronCheckpoint:
@@ -62,6 +76,11 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
             "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,
             hint="give the directory of one step, or its parent with latest.txt",
         )  # fmt: skip
+    with _readable(root):
+        return _read(root, vocab_size)
+
+
+def _read(root: Path, vocab_size: int | None) -> NanotronCheckpoint:
     documents = Documents.read(root)
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)

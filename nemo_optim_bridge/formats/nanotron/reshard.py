@@ -88,7 +88,7 @@ class Reshard:
         """Return the bytes that ``run`` reads, each as often as it is read: checked, compared, hashed, and copied."""
         num_bytes = self.plan.num_bytes_read
         if self.options.check_crcs:
-            num_bytes += sum(path.stat().st_size for path in self.source.optimizer_files)
+            num_bytes += sum(path.stat().st_size for path in self.source.torch_files)
         if self.options.replicas == "error":
             num_bytes += 2 * Pairs.of_replicas(self.plan).num_bytes()
         if self.options.receipt:
@@ -201,14 +201,14 @@ def describe(topology: Topology, zero_stage: int, dialect: str) -> Mapping[str, 
 
 
 def require_valid_crcs(source: NanotronCheckpoint, progress: Progress = lambda stage, done, total: None) -> None:
-    """Check the CRC-32 of every record of the optimizer files; raises CorruptFileError that names file and record.
+    """Check the CRC-32 of every record of the torch files; raises CorruptFileError that names file and record.
 
     Files that were written without CRCs (all are 0) pass.
     """
     buffer = bytearray(1 << 20)
-    total = sum(path.stat().st_size for path in source.optimizer_files)
+    total = sum(path.stat().st_size for path in source.torch_files)
     done = 0
-    for path in source.optimizer_files:
+    for path in source.torch_files:
         for record in check_crcs(read_torch_file(path), buffer):
             raise CorruptFileError(
                 "bytes do not match their CRC-32", path=path, key=record.name,

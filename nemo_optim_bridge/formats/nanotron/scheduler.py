@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_optim_bridge.core.manifest import Identity
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.names import RankName, format_rank_name
@@ -21,12 +23,14 @@ Entry = Mapping[str, Any]
 class Scheduler:
     """``template`` holds every key in order, lists that follow the param groups being None.
 
-    ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one.
+    ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one;
+    ``files`` what was read, as it was then.
     """
 
     template: Mapping[str, Any]
     entries: Mapping[str, Entry]
     common: Entry | None
+    files: Mapping[Path, Identity] = field(default_factory=dict)
 
     def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
         """Return the scheduler state of a rank whose param groups hold these parameters.
@@ -88,12 +92,14 @@ def read_scheduler(
     template: dict[str, Any] | None = None
     entries: dict[str, Entry] = {}
     common: list[Entry] = []
+    files: dict[Path, Identity] = {}
     problems: list[BridgeError] = []
     for (pp, _, _), name in scheduler_files(dialect, topology).items():
         path = root / "lr_scheduler" / name
         if not path.is_file():
             problems.append(MissingSourceError("lr_scheduler file is missing", path=path, hint="copy it from the run"))
             continue
+        files[path] = identify(path)
         state = _read_state(path)
         lists = {key: value for key, value in state.items() if key in _PER_GROUP}
         lengths = {len(value) for value in lists.values()}
@@ -115,7 +121,7 @@ def read_scheduler(
                 if entries.setdefault(fqn, row) != row:
                     problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
     raise_all(problems)
-    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None)
+    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
