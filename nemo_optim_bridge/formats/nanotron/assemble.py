@@ -47,6 +47,7 @@ class Assembler:
         self.has_masters = self._has_masters()
         stages = self._stages()
         self._check_presence(stages)
+        self._check_versions()
         raise_all(self.problems)
         order = list(dict.fromkeys(fqn for stage in stages for fqn in stage))
         frozen = [fqn for fqn in self.weights.layouts if fqn not in set(order)]
@@ -63,6 +64,7 @@ class Assembler:
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
         scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
         schedulers = scheduler.files if scheduler else {}
+        leftovers = [*leftovers, *(scheduler.leftovers if scheduler else ())]
         manifest = self.builder.build(groups, steps, self._identities(schedulers))
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]
@@ -146,6 +148,19 @@ class Assembler:
                             "has only one of optimizer state and fp32 master", path=shard.path, key=fqn, rank=str(at)
                         )
                     )
+
+    def _check_versions(self) -> None:
+        """Report sharding metadata of another revision: what it means is not known."""
+        for fqn, shards in self.weights.shards.items():
+            for shard in shards if self.weights.layouts[fqn].is_sharded else ():
+                version = shard.array.metadata.get("version")
+                if version != self.dialect.shard_version:
+                    self.problems.append(
+                        ContradictionError(
+                            f"sharding metadata has version {shown(version)}, "
+                            f"{self.documents.metadata.path.name} {self.dialect.version}", path=shard.path, key=fqn,
+                        )
+                    )  # fmt: skip
 
     def _layouts(self, order: Sequence[str], vocab_size: int | None) -> dict[str, ParamLayout]:
         """Return every parameter's layout, vocabulary matrices with the true vocabulary."""

@@ -24,13 +24,14 @@ class Scheduler:
     """``template`` holds every key in order, lists that follow the param groups being None.
 
     ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one;
-    ``files`` what was read, as it was then.
+    ``files`` what was read, as it was then; ``leftovers`` other files beside them.
     """
 
     template: Mapping[str, Any]
     entries: Mapping[str, Entry]
     common: Entry | None
     files: Mapping[Path, Identity] = field(default_factory=dict)
+    leftovers: tuple[Path, ...] = ()
 
     def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
         """Return the scheduler state of a rank whose param groups hold these parameters.
@@ -121,7 +122,8 @@ def read_scheduler(
                 if entries.setdefault(fqn, row) != row:
                     problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
     raise_all(problems)
-    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files)
+    leftovers = tuple(path for path in sorted((root / "lr_scheduler").iterdir()) if path not in files)
+    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files, leftovers)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
