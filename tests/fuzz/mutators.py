@@ -386,7 +386,7 @@ def slices_edited(root: Path, rng: random.Random) -> str:
     elif action == "spaces":
         text = text.replace(",", ", ")
     elif action == "step":
-        text = text.replace(",None", ",1", 1)
+        text = text.replace(",None", ",2", 1)
     elif action == "odd":
         text = rng.choice(
             ["", "None", "()", "(1)", "(True,)", "a|b#c|d", "#", ";", "0,1,None#0,1,None", "٣", "(1_0, 3)"]

@@ -47,7 +47,9 @@ class Assembler:
         self.has_masters = self._has_masters()
         stages = self._stages()
         self._check_presence(stages)
+        raise_all(self.problems)
         self._check_versions()
+        self._check_groups(stages)
         raise_all(self.problems)
         order = list(dict.fromkeys(fqn for stage in stages for fqn in stage))
         frozen = [fqn for fqn in self.weights.layouts if fqn not in set(order)]
@@ -148,6 +150,21 @@ class Assembler:
                             "has only one of optimizer state and fp32 master", path=shard.path, key=fqn, rank=str(at)
                         )
                     )
+
+    def _check_groups(self, stages: Sequence[Sequence[str]]) -> None:
+        """Report ranks with more or fewer param groups than their dialect has: one, or one a parameter.
+
+        The group of an empty ZeRO-1 slice may be there or not.
+        """
+        for at, shard in self.shards.items():
+            mine = [fqn for fqn in stages[at.pp] if not (at.tp and self._only_on_first_tp(self.weights.layouts[fqn]))]
+            expected = {len(mine), len(shard.fqns)} if self.dialect.group_per_parameter else {1}
+            if shard.num_groups not in expected:
+                self.problems.append(
+                    ContradictionError(
+                        f"has {shard.num_groups} param groups instead of {max(expected)}", path=shard.path, rank=str(at)
+                    )
+                )
 
     def _check_versions(self) -> None:
         """Report sharding metadata of another revision: what it means is not known."""

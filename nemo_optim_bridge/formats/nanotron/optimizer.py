@@ -23,6 +23,7 @@ class Scalar(NamedTuple):
     dtype: str | None
     data: bytes
     value: float
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _scalar(file: TorchFile, value: object, fqn: str, key: str) -> Scalar:
         number = float(np.frombuffer(data, value.dtype)[0])
         if key == "step" and not (number >= 0 and number.is_integer()):
             raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
-        return Scalar(value.dtype, data, number)
+        return Scalar(value.dtype, data, number, value.shape)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Scalar(None, b"", value)
     raise ContradictionError(f"{key} is a {type(value).__name__}, not a number", path=file.path, key=fqn)
