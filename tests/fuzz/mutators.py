@@ -383,7 +383,7 @@ def slices_edited(root: Path, rng: random.Random) -> str:
         text = text + ";" + text
     elif action == "cut":
         text = text[: rng.randrange(len(text) + 1)]
-    elif action == "spaces":
+    elif action == "spaces" and key == "local_global_slices_pairs":
         text = text.replace(",", ", ")
     elif action == "step":
         text = text.replace(",None", ",2", 1)
