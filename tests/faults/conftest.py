@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +67,23 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 
 @pytest.fixture
-def bench(launcher: Launcher, nanotron_fixtures: Path, tmp_path: Path) -> Bench:
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where the system has one: there is much to sync."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=memory) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def bench(launcher: Launcher, nanotron_fixtures: Path, fast_folder: Path) -> Bench:
     """A source of one's own, re-sharded once for the good output and the sequence of calls."""
-    folder = tmp_path / "bench"
+    folder = fast_folder / "bench"
     folder.mkdir()
     shutil.copytree(nanotron_fixtures / "checkpoints" / NAME, folder / "source")
-    tmp_path.chmod(0o755)
+    fast_folder.chmod(0o755)
     first = Bench(launcher, folder, "", ())
     ended = first.reshard(trace=True)
     assert ended.code == 0, ended.printed

@@ -48,7 +48,7 @@ class Assembler:
         stages = self._stages()
         self._check_presence(stages)
         raise_all(self.problems)
-        self._check_versions()
+        self._check_shards()
         self._check_groups(stages)
         raise_all(self.problems)
         order = list(dict.fromkeys(fqn for stage in stages for fqn in stage))
@@ -166,9 +166,12 @@ class Assembler:
                     )
                 )
 
-    def _check_versions(self) -> None:
-        """Report sharding metadata of another revision: what it means is not known."""
+    def _check_shards(self) -> None:
+        """Report weights that are no numbers to train, and sharding metadata of another revision."""
         for fqn, shards in self.weights.shards.items():
+            if "float" not in self.weights.layouts[fqn].dtype:
+                problem = f"weight has dtype {self.weights.layouts[fqn].dtype}"
+                self.problems.append(ContradictionError(problem, path=shards[0].path, key=fqn))
             for shard in shards if self.weights.layouts[fqn].is_sharded else ():
                 version = shard.array.metadata.get("version")
                 if version != self.dialect.shard_version:
@@ -313,9 +316,11 @@ class Assembler:
                     for state in targets:
                         final = layout.dtype if state == WEIGHT else dtype
                         tensor = self.builder.tensor(TensorKey(fqn, state), layout.shape, final)
-                        stride = None if self.zero_stage else stored.stride
+                        stride, step = (None, stored.stride[0]) if self.zero_stage else (stored.stride, 1)
                         for view in layout.views(self.topology, at.tp, at.ep, flat, stride):
-                            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
+                            strides = tuple(step * n for n in view.stride)
+                            offset = step * view.storage_offset
+                            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, offset, strides)
         for fqn in self.weights.lost & set(layouts):
             if not self.has_masters:
                 self.problems.append(
