@@ -66,6 +66,17 @@ class BridgeError(Exception):
             message += f". {hint[0].upper()}{hint[1:]}"
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the fields when an error travels from a worker process or another rank."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[BridgeError], args: tuple[object, ...], fields: dict[str, object]) -> BridgeError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
 
 class CheckpointError(BridgeError):
     """A checkpoint cannot be read as what it claims to be."""

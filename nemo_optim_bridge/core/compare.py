@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ from nemo_optim_bridge.core.gather import Gatherer, aligned_buffer, as_floats, b
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.region import Region
-from nemo_optim_bridge.core.store import Store
+from nemo_optim_bridge.core.store import FileStore, Store
+from nemo_optim_bridge.core.team import Progress, Team, ignore
 from nemo_optim_bridge.errors import ReplicaMismatchError
 
 _BLOCK_BYTES = 1 << 20
+_PAIRS = 1 << 7  # compared by one process at a time
 Columns = npt.NDArray[Any]
 
 
@@ -61,6 +63,17 @@ class Pairs:
         primary, replica = plan.replicas[:, 0], plan.replicas[:, 1]
         table = plan.source.shards
         return cls(plan.source, plan.source, primary, replica, table.offsets[primary], table.shape[primary])
+
+    def __len__(self) -> int:
+        return len(self.left_rows)
+
+    def parts(self) -> list[Pairs]:
+        """Return the pairs in parts that processes can share out."""
+        columns = (self.left_rows, self.right_rows, self.offsets, self.shape)
+        return [
+            Pairs(self.left, self.right, *(column[start : start + _PAIRS] for column in columns))
+            for start in range(0, len(self), _PAIRS)
+        ]
 
     def num_bytes(self) -> int:
         """Bytes of the right side."""
@@ -128,20 +141,38 @@ def _merge(known: _Measure | None, new: _Measure) -> _Measure:
     return known[0] + new[0], worst[1], max(known[2], new[2]), worst[3]
 
 
-def require_equal_replicas(plan: Plan, store: Store) -> int:
-    """Compare all replicas of a plan's source; return how many there are.
+def require_equal_replicas(
+    plan: Plan, team: Team, progress: Progress = ignore, open_store: Callable[[Manifest], Store] = FileStore.of
+) -> int:  # fmt: skip
+    """Compare all replicas of a plan's source; return how many there are. Called by all members of a team.
 
     Raises ReplicaMismatchError that shows the largest absolute difference, where it is, and both files.
     """
     pairs = Pairs.of_replicas(plan)
-    for found in compare(pairs, store, store):
-        raise ReplicaMismatchError(
-            f"copies differ in {found.num_elements} elements, by up to {found.max_abs:g} at {list(found.position)}; "
-            f"the other copy is rank {found.left_rank}'s in {found.left_file}",
-            path=found.right_file, key=found.key, region=_box(found.position), rank=found.right_rank,
-            hint="find out which copy is right; --replicas lowest-rank takes the lowest rank's",
-        )  # fmt: skip
-    return len(pairs.left_rows)
+    parts = pairs.parts()
+
+    def make(report: Progress) -> Callable[[Pairs], Difference | None]:
+        store = open_store(plan.source)
+
+        def first_difference(part: Pairs) -> Difference | None:
+            found = next(compare(part, store, store), None)
+            report(part.num_bytes())
+            return found
+
+        return first_difference
+
+    for found in team.map(make, parts, [part.num_bytes() for part in parts], progress):
+        if found is not None:
+            raise ReplicaMismatchError(
+                f"copies differ in {found.num_elements} elements, by up to {found.max_abs:g} at "
+                f"{list(found.position)}; the other copy is rank {found.left_rank}'s in {found.left_file}",
+                path=found.right_file,
+                key=found.key,
+                region=_box(found.position),
+                rank=found.right_rank,
+                hint="find out which copy is right; --replicas lowest-rank takes the lowest rank's",
+            )
+    return len(pairs)
 
 
 def _box(position: tuple[int, ...]) -> Region:

@@ -28,10 +28,14 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Bytes that depend on the CRC-32 of every payload that came before in this file, in order."""
+    """Bytes that depend on the CRC-32 of payloads that came before in this file.
+
+    ``seal`` is given those of all of them in order, of which the ones before ``first_payload`` do not matter.
+    """
 
     nbytes: int
     seal: Callable[[Sequence[int]], bytes]
+    first_payload: int = 0
 
 
 Part = Literal | Payload | Sealed

@@ -111,11 +111,11 @@ def encode(receipt: Mapping[str, Any]) -> bytes:
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """Read a receipt; raises MissingSourceError or CorruptFileError."""
+    if not path.exists():
+        raise MissingSourceError("there is no such receipt", path=path)
+    identify(path)
     try:
-        identify(path)
         receipt = json.loads(path.read_text(encoding="utf-8"))
-    except MissingSourceError:
-        raise MissingSourceError("there is no such receipt", path=path) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFileError(f"cannot be read as a receipt: {error}", path=path) from error
     if not isinstance(receipt, dict) or receipt.get("schema") != SCHEMA:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
@@ -13,9 +12,8 @@ from nemo_optim_bridge.core.fingerprint import Fingerprint, TensorDigest, combin
 from nemo_optim_bridge.core.health import FIRST_MOMENTS, SECOND_MOMENTS, Finding, RoundingScan, TensorScan, cold, judge
 from nemo_optim_bridge.core.manifest import ITEMSIZE, TensorKey
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.core.whole import WholeTensors, plan_whole, whole_bytes
-
-Progress = Callable[[int, int], None]
+from nemo_optim_bridge.core.team import Progress, Team, ignore
+from nemo_optim_bridge.core.whole import WholeTensors, plan_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,58 +25,69 @@ class Survey:
     findings: tuple[Finding, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    digests: Mapping[TensorKey, str]
+    scans: Mapping[TensorKey, TensorScan]
+    findings: tuple[Finding, ...]
+
+
 def survey(
-    checkpoint: Checkpoint,
-    store: FileStore,
-    *,
-    digests: bool = True,
-    scan: bool = True,
-    progress: Progress | None = None,
-) -> Survey:
-    """Read a checkpoint once; called by one process.
+    checkpoint: Checkpoint, team: Team, *, digests: bool = True, scan: bool = True, progress: Progress = ignore
+) -> Survey:  # fmt: skip
+    """Read a checkpoint once; called by all members of a team, each of which reads a share of the tensors.
 
     Args:
-        store: of the checkpoint's manifest.
         digests: hash every tensor.
         scan: look at every element for NaN, infinity, negative second moments and weights that are no rounded master.
-        progress: called with bytes done and bytes in total.
+        progress: called with bytes done since the last call.
 
     Raises MissingSourceError when a tensor has a hole, CorruptFileError when a file cannot be read.
     """
     plan = plan_whole(checkpoint.manifest)
-    numbers = {spec.key: number for number, spec in enumerate(checkpoint.manifest.tensors)}
-    total = whole_bytes(checkpoint.manifest)
-    hashes: dict[TensorKey, TensorDigest] = {}
-    scans: dict[TensorKey, TensorScan] = {}
-    findings: list[Finding] = []
-    done = 0
-    whole = WholeTensors(plan, store)
-    for members in _together(checkpoint, numbers):
-        specs = [whole.specs[number] for number in members]
-        rounding = RoundingScan()
-        for start, blocks in whole.blocks(members):
-            for spec, block in zip(specs, blocks, strict=True):
-                if digests:
-                    hashes.setdefault(spec.key, TensorDigest(spec)).add(block.data)
-                if scan and spec.key.state not in MODEL_STATES:
-                    scans.setdefault(spec.key, TensorScan()).add(spec, start, block)
-                done += len(block)
-            if scan and len(blocks) == 2:
-                rounding.add(specs[0], start, blocks[0], blocks[1])
-            if progress:
-                progress(done, total)
-        findings.extend(rounding.finding(specs[0].key.fqn))
-        for spec in specs:
-            if digests and not prod(spec.shape):
-                hashes[spec.key] = TensorDigest(spec)
-    found = combine({key: digest.hexdigest() for key, digest in hashes.items()}, checkpoint.scalars)
+    groups = _together(checkpoint)
+
+    def make(report: Progress) -> Callable[[list[int]], _Part]:
+        whole = WholeTensors(plan, FileStore.of(checkpoint.manifest))
+        return lambda members: _survey_group(whole, members, digests=digests, scan=scan, progress=report)
+
+    weights = [sum(plan.target.buffers[number].nbytes for number in members) for members in groups]
+    parts = team.map(make, groups, weights, progress)
+    scans = {key: found for part in parts for key, found in part.scans.items()}
     verdicts = judge(scans, checkpoint.scalars) if scan else ()
-    return Survey(found if digests else None, scans, (*verdicts, *findings))
+    hashes = {key: digest for part in parts for key, digest in part.digests.items()}
+    return Survey(
+        combine(hashes, checkpoint.scalars) if digests else None,
+        scans,
+        (*verdicts, *(finding for part in parts for finding in part.findings)),
+    )
 
 
-def _together(checkpoint: Checkpoint, numbers: Mapping[TensorKey, int]) -> list[list[int]]:
+def _survey_group(
+    whole: WholeTensors, members: list[int], *, digests: bool, scan: bool, progress: Progress
+) -> _Part:  # fmt: skip
+    """Read one tensor, or a master and its weight side by side."""
+    specs = [whole.specs[number] for number in members]
+    hashes = {spec.key: TensorDigest(spec) for spec in specs if digests}
+    scans = {spec.key: TensorScan() for spec in specs if scan and spec.key.state not in MODEL_STATES}
+    rounding = RoundingScan()
+    for start, blocks in whole.blocks(members):
+        for spec, block in zip(specs, blocks, strict=True):
+            if spec.key in hashes:
+                hashes[spec.key].add(block.data)
+            if spec.key in scans:
+                scans[spec.key].add(spec, start, block)
+        if scan and len(blocks) == 2:
+            rounding.add(specs[0], start, blocks[0], blocks[1])
+        progress(sum(map(len, blocks)))
+    found = tuple(rounding.finding(specs[0].key.fqn))
+    return _Part({key: digest.hexdigest() for key, digest in hashes.items()}, scans, found)
+
+
+def _together(checkpoint: Checkpoint) -> list[list[int]]:
     """Return tensor numbers in the manifest's order; a float32 master and its bfloat16 weight are read side by side."""
     specs = checkpoint.manifest.tensors
+    numbers = checkpoint.manifest.index()
     weight_of: dict[int, int] = {}
     for key, number in numbers.items():
         weight = numbers.get(TensorKey(key.fqn, WEIGHT)) if key.state == MASTER else None
@@ -92,15 +101,17 @@ def _together(checkpoint: Checkpoint, numbers: Mapping[TensorKey, int]) -> list[
     ]
 
 
-def cold_findings(checkpoint: Checkpoint, store: FileStore) -> Iterator[Finding]:
+def cold_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a finding when steps were taken and yet all moments are zero; stops at the first element that is not."""
     steps = [values.get("step") or 0 for values in checkpoint.scalars.values()]
     moments = {spec.key for spec in checkpoint.manifest.tensors if spec.key.state in FIRST_MOMENTS | SECOND_MOMENTS}
     if not moments or max(steps, default=0) <= 0:
         return
-    whole = WholeTensors(plan_whole(checkpoint.manifest.restrict(moments)), store)
-    for number, spec in enumerate(whole.specs):
-        for _, (block,) in whole.blocks([number]):
-            if np.count_nonzero(block.view(f"u{ITEMSIZE[spec.dtype]}") << 1):  # the sign of zero does not count
-                return
+    part = checkpoint.manifest.restrict(moments)
+    with FileStore.of(part) as store:
+        whole = WholeTensors(plan_whole(part), store)
+        for number, spec in enumerate(whole.specs):
+            for _, (block,) in whole.blocks([number]):
+                if np.count_nonzero(block.view(f"u{ITEMSIZE[spec.dtype]}") << 1):  # the sign of zero does not count
+                    return
     yield cold(max(steps))

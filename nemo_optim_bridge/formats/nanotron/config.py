@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from nemo_optim_bridge.formats.topology import Topology
 
 #: Flag in model_config.json -> family; their decoder layers cost the same (see pipeline.split_by_cost).
 _FAMILIES = {"is_llama_config": "llama", "is_qwen2_config": "qwen2", "is_llamoe_config": "llamoe"}
+
+
+_LARGEST_TP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class ModelFacts:
         uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
         if not uneven:
             return None
-        valid = [n for n in range(1, self.num_heads + 1) if all(size % n == 0 for size in sizes.values())]
+        most = min(self.num_heads, _LARGEST_TP)
+        valid = [n for n in range(1, most + 1) if all(size % n == 0 for size in sizes.values())]
         return TargetError(
             f"tp {tp} does not divide the model's {', '.join(uneven)}",
             hint=f"choose tp from {', '.join(map(str, valid))}",
@@ -74,10 +78,6 @@ class Documents:
             read_yaml(root / "config.yaml"),
             read_json(root / "optimizer" / "optimizer_config.json"),
         )
-
-    def all(self) -> tuple[Document, ...]:
-        """Return the four documents."""
-        return self.metadata, self.model, self.config, self.optimizer
 
     def facts(self) -> ModelFacts:
         """Return the model's sizes."""
@@ -154,16 +154,16 @@ def target_documents(
     remarks: list[str] = []
     model = {**source.model.data, "vocab_size": vocab_size}
     config = copy.deepcopy(dict(source.config.data))
-    parallelism = _section(config, "parallelism")
+    parallelism = config["parallelism"] = dict(source.config.section("parallelism"))
     parallelism.update(tp=topology.tp, pp=topology.pp, dp=topology.dp)
     if dialect.names_experts:
         parallelism["expert_parallel_size"] = topology.ep
     else:
         parallelism.pop("expert_parallel_size", None)
-    _section(config, "optimizer")["zero_stage"] = zero_stage
-    inner = source.config.section("model").get("model_config") and config["model"]["model_config"]
+    config["optimizer"] = {**source.config.section("optimizer"), "zero_stage": zero_stage}
+    inner = source.config.section("model").get("model_config")
     if isinstance(inner, dict):
-        inner["vocab_size"] = vocab_size
+        config["model"] = {**source.config.section("model"), "model_config": {**inner, "vocab_size": vocab_size}}
     metadata = _metadata(source, dialect, topology, remarks)
     return {
         "checkpoint_metadata.json": json.dumps(metadata, indent=2, sort_keys=True).encode(),
@@ -172,27 +172,12 @@ def target_documents(
     }, remarks
 
 
-def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a section to change; one that is absent, or empty in YAML, is begun."""
-    if config.get(key) is None:
-        config[key] = {}
-    section: dict[str, Any] = config[key]
-    return section
-
-
-def _data_stages(metas: Mapping[str, Any], source: Documents) -> list[dict[str, Any]]:
-    """Return the data stages to change; raises ContradictionError when they are something else."""
-    stages = metas["data_stages"]
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-        raise ContradictionError(
-            f"metas.data_stages is {shown(stages)}, not a list of mappings", path=source.metadata.path
-        )
-    return stages
-
-
 def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: list[str]) -> dict[str, Any]:
     """Return checkpoint_metadata.json for the target's dialect; consumed samples and steps stay."""
     metas = copy.deepcopy(dict(source.metadata.section("metas").data))
+    stages = metas.get("data_stages", [])
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise ContradictionError("metas.data_stages is not a list of stages", path=source.metadata.path)
     metadata = {
         **source.metadata.data,
         "tp": topology.tp,
@@ -218,16 +203,14 @@ def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: 
                 remarks.append(f"checkpoint_metadata.json: {dialect.name} has no {name}; dropped")
     if dialect.name == "head":
         length = source.config.section("tokens").integer("sequence_length", 1)
-        for stage in _data_stages(metas, source):
+        for stage in metas["data_stages"]:
             stage.setdefault("sequence_length", length)
             stage.setdefault("consumed_tokens_per_dataset_folder", {})
-        if "consumed_tokens_total" not in metas:
-            samples = source.metadata.section("metas").integer("consumed_train_samples", 0, minimum=0)
-            metas["consumed_tokens_total"] = samples * length
+        metas.setdefault("consumed_tokens_total", metas.get("consumed_train_samples", 0) * length)
         metadata["cp"] = 1
         metadata.setdefault("custom_metas", None)
     elif dialect.name == "moe":
-        for stage in _data_stages(metas, source):
+        for stage in metas["data_stages"]:
             stage.pop("sequence_length", None)
             stage.pop("consumed_tokens_per_dataset_folder", None)
         metas.pop("consumed_tokens_total", None)
@@ -245,8 +228,3 @@ def _stage_name(source: Documents) -> str:
     if isinstance(stages, list) and len(stages) == 1 and isinstance(stages[0], dict):
         return str(stages[0].get("name", "Stable Training Stage"))
     return "Stable Training Stage"
-
-
-def with_vocab_size(facts: ModelFacts, vocab_size: int) -> ModelFacts:
-    """Return the facts of the same model with another stored vocabulary."""
-    return replace(facts, vocab_size=vocab_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_optim_bridge.errors import (
@@ -26,7 +25,7 @@ from nemo_optim_bridge.formats.nanotron.names import (
     parse_rank_name,
 )
 from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, read_optimizer_shard
-from nemo_optim_bridge.formats.nanotron.weights import read_weights
+from nemo_optim_bridge.formats.nanotron.weights import list_folder, read_weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
 
 _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
@@ -34,32 +33,26 @@ _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 def resolve(path: Path) -> Path:
     """Return the checkpoint directory itself: ``path``, or the step that ``path/latest.txt`` names."""
-    with _readable(path):
+    hint = "give the directory of one checkpoint step"
+    try:
+        if not path.exists():
+            raise MissingSourceError("does not exist", path=path, hint=hint)
         if not path.is_dir():
-            raise MissingSourceError("is not a directory", path=path, hint="give the directory of one checkpoint step")
+            raise MissingSourceError("is not a directory", path=path, hint=hint)
         latest = path / "latest.txt"
         if (path / "model_config.json").exists() or not latest.is_file():
             return path
-        with latest.open(errors="replace") as file:
-            step = file.read(100).strip()
+        step = latest.read_text(errors="replace")[:40].strip()
         if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
-            raise MissingSourceError(f"latest.txt names step {step[:40]!r}, which is not there", path=path)
+            raise MissingSourceError(f"latest.txt names step {step!r}, which is not there", path=path)
         return path / step
-
-
-@contextmanager
-def _readable(root: Path) -> Iterator[None]:
-    """Turn the system's refusals to list or open something below ``root`` into CorruptFileError."""
-    try:
-        yield
     except OSError as error:
-        raise CorruptFileError(f"cannot be read: {error.strerror}", path=error.filename or root) from error
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=str(path)[:200]) from error
 
 
 def is_nanotron(path: Path) -> bool:
     """Tell whether a directory looks like a nanotron checkpoint."""
-    with _readable(path):
-        return (path / "model_config.json").is_file() and (path / "model").is_dir()
+    return (path / "model_config.json").is_file() and (path / "model").is_dir()
 
 
 def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None) -> NanotronCheckpoint:
@@ -76,17 +69,13 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
             "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,
             hint="give the directory of one step, or its parent with latest.txt",
         )  # fmt: skip
-    with _readable(root):
-        return _read(root, vocab_size)
-
-
-def _read(root: Path, vocab_size: int | None) -> NanotronCheckpoint:
     documents = Documents.read(root)
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)
     weights = read_weights(root, topology, facts)
     shards = {at: read_optimizer_shard(file, at) for at, file in files.items()}
-    dialect = _dialect(root, documents, shards)
+    dialect = _dialect(documents, shards)
+    raise_all(_group_problems(dialect, shards))
     return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
         vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
     )
@@ -99,8 +88,8 @@ def _optimizer_files(
     folder = root / "optimizer"
     found: dict[Coordinates, Path] = {}
     leftovers: list[Path] = []
-    legacy = False
-    for path in sorted(folder.iterdir()):
+    styles: dict[bool, Path] = {}
+    for path in list_folder(folder):
         if path.name == "optimizer_config.json":
             continue
         name = parse_rank_name("optimizer", path.name)
@@ -113,7 +102,13 @@ def _optimizer_files(
                 f"two files claim {name.coordinates}; the other is {twin.name}", path=path,
                 hint="remove the one that does not belong to this checkpoint",
             )  # fmt: skip
-        legacy |= name.ep is None
+        styles.setdefault(name.ep is None, path)
+    if len(styles) > 1:
+        raise ContradictionError(
+            f"names of two styles are mixed; {styles[False].name} has the other", path=styles[True],
+            hint="remove the files that do not belong to this checkpoint",
+        )  # fmt: skip
+    legacy = True in styles
     problems: list[BridgeError] = []
     num_missing = topology.world_size // (1 if zero_stage else topology.dp) - len(found)
     for at in topology if num_missing else ():
@@ -138,7 +133,7 @@ def _optimizer_files(
     return found, leftovers, legacy
 
 
-def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, OptimizerShard]) -> Dialect:
+def _dialect(documents: Documents, shards: Mapping[Coordinates, OptimizerShard]) -> Dialect:
     """Return which revision wrote a checkpoint, from its versions and habits."""
     version = documents.metadata.get("version")
     known = [dialect for dialect in DIALECTS.values() if dialect.version == version]
@@ -152,5 +147,17 @@ def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, Opti
         return known[0]
     if "expert_parallel_size" not in documents.optimizer.section("parallelism"):
         return DIALECTS["v0.1"]
-    one_group = all(shard.num_groups <= 1 for shard in shards.values())
-    return DIALECTS["0.4" if one_group else "moe24"]
+    if all(shard.num_groups <= 1 for shard in shards.values()):
+        return DIALECTS["0.4"]
+    return DIALECTS["moe24"]
+
+
+def _group_problems(dialect: Dialect, shards: Mapping[Coordinates, OptimizerShard]) -> Iterator[BridgeError]:
+    """Yield files whose param groups are neither one for all parameters nor one for each, as the dialect has it."""
+    for shard in shards.values():
+        if dialect.group_per_parameter and shard.largest_group > 1:
+            yield UnknownFormatError(
+                f"has {shard.num_groups} param groups for {len(shard.fqns)} parameters",
+                path=shard.path,
+                hint="nanotron writes one group, or one for each parameter: convert the run's own groups back first",
+            )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32
+
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
-from nemo_optim_bridge.core.execute import WINDOW_BYTES, BufferFiller, FileWriter
 from nemo_optim_bridge.core.gather import STAGING_BYTES
 from nemo_optim_bridge.core.health import require_warm
 from nemo_optim_bridge.core.output import Literal, OutputFile
@@ -19,8 +21,11 @@ from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
 from nemo_optim_bridge.core.receipt import encode, make_receipt
 from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.survey import Survey, cold_findings, survey
+from nemo_optim_bridge.core.team import Progress as Meter
+from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.core.whole import whole_bytes
-from nemo_optim_bridge.errors import CorruptFileError, TargetError
+from nemo_optim_bridge.core.write import WINDOW_BYTES, write_files
+from nemo_optim_bridge.errors import CorruptFileError, OutputError, TargetError
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
@@ -30,7 +35,8 @@ from nemo_optim_bridge.formats.topology import Topology
 from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
 
 REPLICA_POLICIES = ("error", "lowest-rank")
-Progress = Callable[[str, int, int], None]
+#: Called with the name of a stage and its bytes in total; what it returns is called with bytes done.
+Progress = Callable[[str, int], Meter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,42 +101,46 @@ class Reshard:
             num_bytes += whole_bytes(self.source.manifest)
         return num_bytes
 
-    def run(self, progress: Progress = lambda stage, done, total: None) -> dict[str, Any]:
+    def run(self, team: Team | None = None, progress: Progress = lambda stage, total: ignore) -> dict[str, Any]:
         """Check the source's bytes, write the target, and rename it into place; return what was found on the way.
 
         Args:
-            progress: called with the stage's name, bytes done and bytes in total.
+            team: the processes that share the work; all members call this. None is this process alone.
+            progress: called with the name of each stage and its bytes; what it returns is called with bytes done.
 
-        Raises one BridgeError; the source is untouched and the output absent then.
+        Raises one BridgeError, on every member; the source is untouched and the output absent then.
         """
+        team = team or Workers(1)
         source = as_checkpoint(self.source)
-        with FileStore.of(self.source.manifest) as store:
-            if self.options.check_crcs:
-                require_valid_crcs(self.source, progress)
-            if self.options.replicas == "error":
-                require_equal_replicas(self.plan, store)
-            surveyed = self._survey(source, store, progress)
-            files = [*self.target.files, *self._receipt(source, surveyed)]
-            advance = _Meter("writing", sum(file.nbytes for file in files), progress)
-            with new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync) as folder:
-                filler = BufferFiller(self.plan, store)
-                FileWriter(filler, self.plan, fsync=self.options.fsync, progress=advance).write(folder, files)
-                store.check_unchanged()
+        if self.options.check_crcs:
+            require_valid_crcs(self.source, team, progress)
+        if self.options.replicas == "error":
+            report = progress("comparing replicas", Pairs.of_replicas(self.plan).num_bytes())
+            require_equal_replicas(self.plan, team, report)
+        surveyed = self._survey(source, team, progress)
+        files = [*self.target.files, *self._receipt(source, surveyed)]
+        with ExitStack() as stack:
+            scratch = new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync)
+            folder = team.lead(lambda: stack.enter_context(scratch))
+            report = progress("writing", sum(file.nbytes for file in files))
+            write_files(folder, files, self.plan, team, fsync=self.options.fsync, progress=report)
+            team.lead(FileStore.of(self.source.manifest).check_unchanged)
+            team.lead(lambda: stack.pop_all().close())
         found: dict[str, Any] = {"findings": [finding.to_json() for finding in surveyed.findings]}
         if surveyed.fingerprint is not None:
             digests = surveyed.fingerprint.to_json()
             found.update((name, digest) for name, digest in digests.items() if name != "tensors")
         return found
 
-    def _survey(self, source: Checkpoint, store: FileStore, progress: Progress) -> Survey:
+    def _survey(self, source: Checkpoint, team: Team, progress: Progress) -> Survey:
         """Look at the source's values: all of them when a receipt is wanted, else only whether they are cold.
 
         A cold optimizer is refused; everything else is carried as it is and reported.
         """
         if self.options.receipt:
-            surveyed = survey(source, store, progress=lambda done, total: progress("reading", done, total))
+            surveyed = survey(source, team, progress=progress("hashing", whole_bytes(source.manifest)))
         else:
-            surveyed = Survey(None, findings=tuple(cold_findings(source, store)))
+            surveyed = Survey(None, findings=team.lead(lambda: tuple(cold_findings(source))))
         if not self.options.allow_cold:
             require_warm(surveyed.findings, self.source.path)
         return surveyed
@@ -154,17 +164,6 @@ class Reshard:
         yield OutputFile(RECEIPT_NAME, (Literal(encode(receipt)),))
 
 
-class _Meter:
-    """Adds up bytes for a progress callback."""
-
-    def __init__(self, stage: str, total: int, progress: Progress) -> None:
-        self._stage, self._total, self._progress, self._done = stage, total, progress, 0
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        self._progress(self._stage, self._done, self._total)
-
-
 def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
     """Plan a re-shard from headers alone; raises BridgeError with every reason why it is not possible."""
     check_output(out, (resolve(path), *([options.like] if options.like else [])), overwrite=options.overwrite)
@@ -178,7 +177,19 @@ def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
     if vocab_size is None and like is not None and like.facts.vocab_size < source.facts.vocab_size:
         source = read_checkpoint(path, like.facts.vocab_size)
     target = lay_out_target(source, _target_spec(source, like, options))
+    _refuse_to_replace_what_is_read(source, out)
     return Reshard(source, target, make_plan(source.manifest, target.manifest), out, options)
+
+
+def _refuse_to_replace_what_is_read(source: NanotronCheckpoint, out: Path) -> None:
+    """Raise OutputError when a link of the source leads to a file below the output that is to be replaced."""
+    replaced = out.resolve()
+    folders = {Path(file).parent for file in source.manifest.identities}
+    for folder in folders | {source.path / "lr_scheduler"}:
+        if folder.resolve().is_relative_to(replaced):
+            raise OutputError(
+                f"a link in the source leads into it: {folder}", path=out, hint="choose a directory beside the source"
+            )
 
 
 def _target_spec(source: NanotronCheckpoint, like: NanotronCheckpoint | None, options: Options) -> TargetSpec:
@@ -200,19 +211,27 @@ def describe(topology: Topology, zero_stage: int, dialect: str) -> Mapping[str, 
     return {**asdict(topology), "zero_stage": zero_stage, "dialect": dialect}
 
 
-def require_valid_crcs(source: NanotronCheckpoint, progress: Progress = lambda stage, done, total: None) -> None:
+def require_valid_crcs(
+    source: NanotronCheckpoint, team: Team, progress: Progress = lambda stage, total: ignore
+) -> None:  # fmt: skip
     """Check the CRC-32 of every record of the torch files; raises CorruptFileError that names file and record.
 
     Files that were written without CRCs (all are 0) pass.
     """
-    buffer = bytearray(1 << 20)
-    total = sum(path.stat().st_size for path in source.torch_files)
-    done = 0
-    for path in source.torch_files:
-        for record in check_crcs(read_torch_file(path), buffer):
-            raise CorruptFileError(
-                "bytes do not match their CRC-32", path=path, key=record.name,
-                hint="copy the file again from the original run; --no-crc-check reads it as it is",
-            )  # fmt: skip
-        done += path.stat().st_size
-        progress("checking", done, total)
+
+    def make(report: Meter) -> Callable[[Path], None]:
+        buffer = bytearray(1 << 20)
+
+        def check(path: Path) -> None:
+            for record in check_crcs(read_torch_file(path), buffer, crc32=crc32):
+                raise CorruptFileError(
+                    "bytes do not match their CRC-32", path=path, key=record.name,
+                    hint="copy the file again from the original run; --no-crc-check reads it as it is",
+                )  # fmt: skip
+            report(path.stat().st_size)
+
+        return check
+
+    files = source.torch_files
+    sizes = [path.stat().st_size for path in files]
+    team.map(make, files, sizes, progress("checking", sum(sizes)))
