@@ -79,6 +79,10 @@ class Documents:
             read_json(root / "optimizer" / "optimizer_config.json"),
         )
 
+    def all(self) -> tuple[Document, ...]:
+        """Return the four documents."""
+        return self.metadata, self.model, self.config, self.optimizer
+
     def facts(self) -> ModelFacts:
         """Return the model's sizes."""
         model = self.model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Scheduler:
     template: Mapping[str, Any]
     entries: Mapping[str, Entry]
     common: Entry | None
-    files: Mapping[Path, Identity] = field(default_factory=dict)
+    files: Mapping[Path, Identity] = dataclasses.field(default_factory=dict)
     leftovers: tuple[Path, ...] = ()
 
     def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
