@@ -30,7 +30,7 @@ def check_output(out: Path, sources: tuple[Path, ...], *, overwrite: bool) -> No
             if resolved == inside or inside in resolved.parents or resolved in inside.parents:
                 raise OutputError("output and source overlap", path=out, hint="choose a directory beside the source")
         if not resolved.parent.is_dir():
-            raise OutputError("the parent directory does not exist", path=out, hint=f"mkdir -p {resolved.parent}")
+            raise OutputError("the parent directory does not exist", path=out, hint=f"make it first: mkdir -p {resolved.parent}")
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise OutputError(f"is not a usable path: {error}", path=out) from error
     if os.path.lexists(out):
@@ -64,8 +64,18 @@ def new_directory(out: Path, *, overwrite: bool, fsync: bool) -> Iterator[Path]:
             except OSError as error:
                 raise OutputError(f"cannot be put in place: {error.strerror}", path=out) from error
         except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
+            _remove(scratch)
             raise
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, even if an impatient user or batch system interrupts that as well."""
+    while True:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 def _put_in_place(scratch: Path, out: Path, *, overwrite: bool, fsync: bool) -> None:

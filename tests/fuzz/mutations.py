@@ -209,7 +209,7 @@ def judge(case: Path, fixture: Fixture, target: str, original: Path, good: Path)
         wrong += "the source changed"
     if CANARY in left:
         wrong += "code ran"
-    if wrong or "Traceback" in printed:
+    if wrong or "Traceback" in printed or printed.startswith("error: unexpected"):
         return BAD, wrong or printed
     if code == 2:
         if left != ["source"]:

@@ -76,10 +76,10 @@ class Assembler:
         groups = _param_groups(hyperparameters)
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
         scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
-        if scheduler is not None:
-            raise_all(scheduler.problems(hyperparameters, self.root / "lr_scheduler"))
         schedulers = scheduler.files if scheduler else {}
         leftovers = [*leftovers, *(scheduler.leftovers if scheduler else ())]
+        if scheduler is not None:
+            raise_all(scheduler.problems(hyperparameters, self.root / "lr_scheduler"))
         manifest = self.builder.build(groups, steps, self._identities(schedulers))
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]

@@ -176,24 +176,6 @@ def target_documents(
     }, remarks
 
 
-def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return a section to change; one that is absent, or empty in YAML, is begun."""
-    if config.get(key) is None:
-        config[key] = {}
-    section: dict[str, Any] = config[key]
-    return section
-
-
-def _data_stages(metas: Mapping[str, Any], source: Documents) -> list[dict[str, Any]]:
-    """Return the data stages to change; raises ContradictionError when they are something else."""
-    stages = metas["data_stages"]
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-        raise ContradictionError(
-            f"metas.data_stages is {shown(stages)}, not a list of mappings", path=source.metadata.path
-        )
-    return stages
-
-
 def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: list[str]) -> dict[str, Any]:
     """Return checkpoint_metadata.json for the target's dialect; consumed samples and steps stay."""
     metas = copy.deepcopy(dict(source.metadata.section("metas").data))
@@ -225,16 +207,14 @@ def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: 
                 remarks.append(f"checkpoint_metadata.json: {dialect.name} has no {name}; dropped")
     if dialect.name == "head":
         length = source.config.section("tokens").integer("sequence_length", 1)
-        for stage in _data_stages(metas, source):
+        for stage in metas["data_stages"]:
             stage.setdefault("sequence_length", length)
             stage.setdefault("consumed_tokens_per_dataset_folder", {})
-        if "consumed_tokens_total" not in metas:
-            samples = source.metadata.section("metas").integer("consumed_train_samples", 0, minimum=0)
-            metas["consumed_tokens_total"] = samples * length
+        metas.setdefault("consumed_tokens_total", metas.get("consumed_train_samples", 0) * length)
         metadata["cp"] = 1
         metadata.setdefault("custom_metas", None)
     elif dialect.name == "moe":
-        for stage in _data_stages(metas, source):
+        for stage in metas["data_stages"]:
             stage.pop("sequence_length", None)
             stage.pop("consumed_tokens_per_dataset_folder", None)
         metas.pop("consumed_tokens_total", None)

@@ -61,8 +61,7 @@ def _readable(root: Path) -> Iterator[None]:
 
 def is_nanotron(path: Path) -> bool:
     """Tell whether a directory looks like a nanotron checkpoint."""
-    with _readable(path):
-        return (path / "model_config.json").is_file() and (path / "model").is_dir()
+    return (path / "model_config.json").is_file() and (path / "model").is_dir()
 
 
 def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None) -> NanotronCheckpoint:
@@ -79,11 +78,6 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
             "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,
             hint="give the directory of one step, or its parent with latest.txt",
         )  # fmt: skip
-    with _readable(root):
-        return _read(root, vocab_size)
-
-
-def _read(root: Path, vocab_size: int | None) -> NanotronCheckpoint:
     documents = Documents.read(root)
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)

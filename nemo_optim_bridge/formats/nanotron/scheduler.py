@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Scheduler:
     template: Mapping[str, Any]
     entries: Mapping[str, Entry]
     common: Entry | None
-    files: Mapping[Path, Identity] = field(default_factory=dict)
+    files: Mapping[Path, Identity] = dataclasses.field(default_factory=dict)
     leftovers: tuple[Path, ...] = ()
 
     def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def read_scheduler(
     for (pp, _, _), name in scheduler_files(dialect, topology).items():
         path = root / "lr_scheduler" / name
         try:
-            files[path], state = _read_state(path)
+            state, files[path] = _read_state(path)
         except BridgeError as error:
             problems.append(error)
             continue
@@ -144,7 +145,7 @@ def read_scheduler(
     return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files, leftovers)
 
 
-def _read_state(path: Path) -> tuple[Identity, dict[str, Any]]:
+def _read_state(path: Path) -> tuple[dict[str, Any], Identity]:
     if not path.exists():
         raise MissingSourceError("lr_scheduler file is missing", path=path, hint="copy it from the original run")
     identity = identify(path)
@@ -156,4 +157,4 @@ def _read_state(path: Path) -> tuple[Identity, dict[str, Any]]:
             raise ContradictionError(
                 f"{key} is a {type(value).__name__}: not an lr_scheduler that nanotron writes", path=path
             )
-    return identity, state
+    return state, identity
