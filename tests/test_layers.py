@@ -179,7 +179,12 @@ def test_no_module_outside_plugins_brings_in_torch_or_a_framework() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_all_names_what_exists(module: str) -> None:
-    loaded = importlib.import_module(f"{PACKAGE}.{module}".rstrip("."))
+    try:
+        loaded = importlib.import_module(f"{PACKAGE}.{module}".rstrip("."))
+    except ImportError as error:
+        if layer(module) == "plugins" and (error.name or "").partition(".")[0] in FRAMEWORKS:
+            pytest.skip(f"{error.name} is not installed")
+        raise
     names = list(getattr(loaded, "__all__", []))
     assert len(names) == len(set(names))
     for name in names:

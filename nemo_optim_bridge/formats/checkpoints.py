@@ -15,10 +15,15 @@ from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotr
 from nemo_optim_bridge.formats.nanotron.layout import padded_vocab_size
 from nemo_optim_bridge.formats.nanotron.reader import is_nanotron, read_checkpoint, resolve
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
+from nemo_optim_bridge.formats.torch_dist import is_megatron
+from nemo_optim_bridge.formats.torch_dist.inspect import inspect as inspect_torch_dist
+from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
 
 
 def open_checkpoint(path: Path, vocab_size: int | None = None) -> Checkpoint:
     """Read a checkpoint's headers; raises UnknownFormatError when no reader knows the directory."""
+    if is_megatron(path):
+        return open_torch_dist(path)[0]
     root = resolve(path)
     if is_nanotron(root):
         return as_checkpoint(read_checkpoint(root, vocab_size))
@@ -31,6 +36,9 @@ def open_pair(left: Path, right: Path, vocab_size: int | None = None) -> tuple[C
     Padding is what lies beyond ``vocab_size``, or, when that is None, beyond the smaller of two stored vocabularies
     where the larger one is what nanotron pads it to.
     """
+    if is_megatron(left) and is_megatron(right):
+        first, rule = open_torch_dist(left)
+        return first, open_torch_dist(right, rule)[0], list(first.remarks)
     roots = [resolve(path) for path in (left, right)]
     remarks: list[str] = []
     if vocab_size is None and all(map(is_nanotron, roots)):
@@ -51,14 +59,19 @@ def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
 
     Raises CheckpointError.
     """
-    root = resolve(path)
-    if not is_nanotron(root):
-        raise _unknown(root)
-    checkpoint = read_checkpoint(root)
-    found = inspect_nanotron(checkpoint)
-    if deep:
+    if is_megatron(path):
+        found = inspect_torch_dist(path)
+        deep = deep and not found["problems"]
+        checkpoint = open_torch_dist(path)[0] if deep else None
+    else:
+        root = resolve(path)
+        if not is_nanotron(root):
+            raise _unknown(root)
+        source = read_checkpoint(root)
+        found, checkpoint = inspect_nanotron(source), as_checkpoint(source)
+    if deep and checkpoint is not None:
         team = find_team(None, whole_bytes(checkpoint.manifest))
-        findings = survey(as_checkpoint(checkpoint), team, digests=False).findings
+        findings = survey(checkpoint, team, digests=False).findings
         FileStore.of(checkpoint.manifest).check_unchanged()
         found["findings"] = [finding.to_json() for finding in findings]
         found["problems"] += [finding.in_words() for finding in findings]
@@ -69,5 +82,6 @@ def _unknown(root: Path) -> UnknownFormatError:
     return UnknownFormatError(
         "is not a checkpoint of a known format",
         path=root,
-        hint="give the directory of one nanotron step, which holds model_config.json and model/",
+        hint="give the directory of one nanotron step, which holds model_config.json and model/, or of a Megatron "
+        "distributed checkpoint, which holds metadata.json",
     )
