@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,11 +49,37 @@ VocabSize = Annotated[
 
 def run(argv: Sequence[str]) -> int:
     """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app(list(argv), prog_name="nemo-optim-bridge")
+        with _terminations_raised():
+            app(list(argv), prog_name="nemo-optim-bridge")
+            sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_OK
+    except OSError as error:
+        sys.stderr.write(f"error: the result cannot be printed: {error.strerror}\n")
+        return EXIT_REFUSED
     return EXIT_OK
+
+
+@contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP, a batch system's time limit, end the run like an interrupt: nothing is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -58,13 +88,24 @@ def _errors_reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except BridgeError as error:
-        typer.echo(f"error: {error}", err=True)
+        lines = [_printable(line) for line in str(error).split("\n")]
+        typer.echo("error: " + "\n".join(lines), err=True)
         if as_json:
             typer.echo(json.dumps({"error": type(error).__name__, "message": str(error)}))
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         typer.echo("error: interrupted; nothing was written", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
+    except Exception as error:
+        logging.getLogger(__name__).debug("unexpected error", exc_info=True)
+        what = f"{type(error).__name__}: {error}"
+        typer.echo(f"error: unexpected {_printable(what)}; nothing was written. Please report it", err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+
+
+def _printable(text: str) -> str:
+    """Return text with every control character spelled out: names in a checkpoint come from strangers."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,13 +127,22 @@ def inspect(
     deep: Annotated[
         bool, typer.Option("--deep", help="Look at every element: cold, damaged or unrounded state.")
     ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--for", metavar="OPTIMIZER", help="Will NeMo resume under it? E.g. distributed_fused_adam."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint holds, from its headers alone. Exit code 1 when there are problems."""
     with _errors_reported(as_json):
-        from nemo_optim_bridge.formats.checkpoints import describe
+        if optimizer is not None:
+            from nemo_optim_bridge.formats.torch_dist.preflight import preflight
 
-        found = describe(checkpoint, deep=deep)
+            found = preflight(checkpoint, optimizer).to_json()
+        else:
+            from nemo_optim_bridge.formats.checkpoints import describe
+
+            found = describe(checkpoint, deep=deep)
     _print_result(found, as_json)
     raise typer.Exit(EXIT_DIFFERENT if found["problems"] else EXIT_OK)
 
@@ -259,16 +309,20 @@ def _survey(opened: CheckpointView, workers: int | None, *, scan: bool) -> tuple
 
 
 @app.command()
-def diff(left: Left, right: Right, vocab_size: VocabSize = None, as_json: Json = False) -> None:
+def diff(
+    left: Left, right: Right, vocab_size: VocabSize = None, workers: NumWorkers = None, as_json: Json = False
+) -> None:  # fmt: skip
     """Say how two checkpoints differ, whatever their topologies and formats. Exit code 1 if they do."""
     with _errors_reported(as_json):
-        found, remarks = _diff(left, right, vocab_size)
+        found, remarks, is_leader = _diff(left, right, vocab_size, workers)
+    if not is_leader:
+        raise typer.Exit(EXIT_OK if found.same else EXIT_DIFFERENT)
     if as_json:
         typer.echo(json.dumps({**found.to_json(), "remarks": remarks}, indent=2))
     else:
         _print_notes(remarks)
         for line in found.lines():
-            typer.echo(line)
+            typer.echo(_printable(line))
         typer.echo(_verdict(found))
     raise typer.Exit(EXIT_OK if found.same else EXIT_DIFFERENT)
 
@@ -279,6 +333,7 @@ def verify(
     right: Annotated[Path | None, typer.Argument(metavar="[B]")] = None,
     receipt: Annotated[Path | None, typer.Option(help="Check A against this receipt instead of B.")] = None,
     vocab_size: VocabSize = None,
+    workers: NumWorkers = None,
     as_json: Json = False,
 ) -> None:
     """Tell whether A and B, or A and a receipt, hold the same optimizer state, bit for bit."""
@@ -286,33 +341,42 @@ def verify(
         if (right is None) == (receipt is None):
             raise TargetError("verify wants either a second checkpoint or --receipt")
         if right is not None:
-            found, remarks = _diff(left, right, vocab_size)
+            found, remarks, is_leader = _diff(left, right, vocab_size, workers)
             lines, same, verdict = list(found.lines()), found.same, _verdict(found)
             counts = {"num_tensors": found.num_tensors, "num_elements": found.num_elements}
         else:
-            lines, counts = _check_receipt(left, receipt or left, vocab_size)
+            lines, counts, is_leader = _check_receipt(left, receipt or left, vocab_size, workers)
             same, remarks = not lines, []
             verdict = (
                 f"{'as the receipt says' if same else f'{len(lines)} differences'}: {counts['num_tensors']} tensors"
             )
+    if not is_leader:
+        raise typer.Exit(EXIT_OK if same else EXIT_DIFFERENT)
     if as_json:
         typer.echo(json.dumps({"same": same, **counts, "differences": lines, "remarks": remarks}, indent=2))
     else:
         _print_notes(remarks)
         for line in lines[:20]:
-            typer.echo(line)
+            typer.echo(_printable(line))
         if len(lines) > 20:
             typer.echo(f"... and {len(lines) - 20} more differences: see `nemo-optim-bridge diff`")
         typer.echo(verdict)
     raise typer.Exit(EXIT_OK if same else EXIT_DIFFERENT)
 
 
-def _diff(left: Path, right: Path, vocab_size: int | None) -> tuple[Diff, list[str]]:
+def _diff(left: Path, right: Path, vocab_size: int | None, workers: int | None) -> tuple[Diff, list[str], bool]:
+    """Compare two checkpoints with all processes there are; also tell whether this one is to print."""
     from nemo_optim_bridge.core.diff import diff as diff_checkpoints
+    from nemo_optim_bridge.core.team import find_team
+    from nemo_optim_bridge.core.whole import whole_bytes
     from nemo_optim_bridge.formats.checkpoints import open_pair
 
     one, two, remarks = open_pair(left, right, vocab_size)
-    return diff_checkpoints(one, two), remarks
+    num_bytes = whole_bytes(one.manifest)
+    team = find_team(workers, num_bytes)
+    with _progress(team) as report:
+        found = diff_checkpoints(one, two, team, report("comparing", num_bytes))
+    return found, remarks, team.is_leader
 
 
 def _verdict(found: Diff) -> str:
@@ -320,15 +384,17 @@ def _verdict(found: Diff) -> str:
     return f"the same: {counted}" if found.same else f"different: {len(list(found.lines()))} differences in {counted}"
 
 
-def _check_receipt(path: Path, receipt_path: Path, vocab_size: int | None) -> tuple[list[str], dict[str, int]]:
+def _check_receipt(
+    path: Path, receipt_path: Path, vocab_size: int | None, workers: int | None
+) -> tuple[list[str], dict[str, int], bool]:  # fmt: skip
     from nemo_optim_bridge.core.receipt import check_receipt, read_receipt
     from nemo_optim_bridge.formats.checkpoints import open_checkpoint
 
     receipt = read_receipt(receipt_path)
     opened = open_checkpoint(path, vocab_size or receipt["vocab_size"])
-    surveyed, _ = _survey(opened, None, scan=True)
+    surveyed, is_leader = _survey(opened, workers, scan=True)
     lines = list(check_receipt(receipt, opened, surveyed))
-    return lines, {"num_tensors": len(opened.manifest.tensors)}
+    return lines, {"num_tensors": len(opened.manifest.tensors)}, is_leader
 
 
 def _split(text: str | None) -> tuple[int, ...] | None:
@@ -336,7 +402,7 @@ def _split(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise TargetError(f"--pp-split {text!r} is not a list of numbers", hint="write it like --pp-split 3,1")
     return tuple(map(int, parts))
 
@@ -350,25 +416,27 @@ def _print_result(found: Mapping[str, Any], as_json: bool) -> None:
 
 def _print_notes(remarks: Sequence[str]) -> None:
     for remark in remarks:
-        typer.echo(f"note: {remark}")
+        typer.echo(f"note: {_printable(remark)}")
 
 
 def _print_table(found: Mapping[str, Any]) -> None:
     """Print a result's fields, one a line; lists of remarks and problems last, one item a line."""
     width = max(map(len, found))
     for name, value in found.items():
-        if name in ("remarks", "problems", "findings"):
+        if name in ("remarks", "advice", "problems", "findings"):
             continue
-        typer.echo(f"{name:{width}}  {_shown(value)}")
-    for name, label in (("remarks", "note"), ("problems", "problem")):
+        typer.echo(
+            f"{name:{width}}  {_printable(_shown(value))}" if "\n" not in _shown(value) else f"{name}{_shown(value)}"
+        )
+    for name, label in (("remarks", "note"), ("advice", "advice"), ("problems", "problem")):
         for line in found.get(name, ()):
-            typer.echo(f"{label}: {line}")
+            typer.echo(f"{label}: {_printable(line)}")
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "  ".join(f"{name} {_shown(item)}" for name, item in value.items())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         if value and isinstance(value[0], dict):
             return "\n  ".join(["", *map(_shown, value)]) if len(value) > 1 else _shown(value[0])
         return ", ".join(map(_shown, value)) if value else "none"

@@ -18,7 +18,7 @@ from nemo_optim_bridge.core.team import Progress, Team, ignore
 from nemo_optim_bridge.errors import ReplicaMismatchError
 
 _BLOCK_BYTES = 1 << 20
-_PAIRS = 1 << 10  # compared by one process at a time
+_PAIRS = 1 << 7  # compared by one process at a time
 Columns = npt.NDArray[Any]
 
 
@@ -67,11 +67,13 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.left_rows)
 
-    def part(self, start: int, stop: int) -> Pairs:
-        """Return pairs ``start`` to ``stop``."""
-        rows = slice(start, stop)
+    def parts(self) -> list[Pairs]:
+        """Return the pairs in parts that processes can share out."""
         columns = (self.left_rows, self.right_rows, self.offsets, self.shape)
-        return Pairs(self.left, self.right, *(column[rows] for column in columns))
+        return [
+            Pairs(self.left, self.right, *(column[start : start + _PAIRS] for column in columns))
+            for start in range(0, len(self), _PAIRS)
+        ]
 
     def num_bytes(self) -> int:
         """Bytes of the right side."""
@@ -139,16 +141,18 @@ def _merge(known: _Measure | None, new: _Measure) -> _Measure:
     return known[0] + new[0], worst[1], max(known[2], new[2]), worst[3]
 
 
-def require_equal_replicas(plan: Plan, team: Team, progress: Progress = ignore) -> int:
+def require_equal_replicas(
+    plan: Plan, team: Team, progress: Progress = ignore, open_store: Callable[[Manifest], Store] = FileStore.of
+) -> int:  # fmt: skip
     """Compare all replicas of a plan's source; return how many there are. Called by all members of a team.
 
     Raises ReplicaMismatchError that shows the largest absolute difference, where it is, and both files.
     """
     pairs = Pairs.of_replicas(plan)
-    parts = [pairs.part(start, start + _PAIRS) for start in range(0, len(pairs), _PAIRS)]
+    parts = pairs.parts()
 
     def make(report: Progress) -> Callable[[Pairs], Difference | None]:
-        store = FileStore.of(plan.source)
+        store = open_store(plan.source)
 
         def first_difference(part: Pairs) -> Difference | None:
             found = next(compare(part, store, store), None)

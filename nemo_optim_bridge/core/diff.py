@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from nemo_optim_bridge.core.compare import Difference, Pairs, compare
 from nemo_optim_bridge.core.manifest import Manifest, TensorKey, TensorSpec
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.store import FileStore
+from nemo_optim_bridge.core.team import Progress, Team, ignore
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ class Diff:
             yield f"{scalar.fqn or 'run'}: {scalar.name} is {scalar.left} and {scalar.right}"
 
 
-def diff(left: Checkpoint, right: Checkpoint) -> Diff:
+def diff(left: Checkpoint, right: Checkpoint, team: Team, progress: Progress = ignore) -> Diff:
     """Compare all tensors that both have, and all scalars per parameter; replicas within either count as well.
 
-    Raises CheckpointError when one cannot be read.
+    Called by all members of a team, each of which compares a share. Raises CheckpointError when one cannot be read.
     """
     ours, theirs = ({spec.key: spec for spec in side.manifest.tensors} for side in (left, right))
     common = [key for key in ours if key in theirs]
@@ -85,7 +86,7 @@ def diff(left: Checkpoint, right: Checkpoint) -> Diff:
         only_left=tuple(sorted(ours.keys() - theirs)),
         only_right=tuple(sorted(theirs.keys() - ours)),
         mismatched=tuple(mismatched),
-        tensors=tuple(_tensor_differences(left.manifest, right.manifest, set(equal))),
+        tensors=tuple(_tensor_differences(left.manifest, right.manifest, set(equal), team, progress)),
         scalars=tuple(_scalar_differences(left, right)),
     )
 
@@ -94,17 +95,30 @@ def _shown(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
-def _tensor_differences(left: Manifest, right: Manifest, keys: set[TensorKey]) -> Iterator[Difference]:
-    """Yield one difference per tensor: every box of the second against the first, and the first's own replicas."""
+def _tensor_differences(
+    left: Manifest, right: Manifest, keys: set[TensorKey], team: Team, progress: Progress
+) -> list[Difference]:  # fmt: skip
+    """Return one difference per tensor: every box of the second against the first, and the first's own replicas."""
     plan = make_plan(left, right.restrict(keys))
+    parts = [*Pairs.of_plan(plan).parts(), *Pairs.of_replicas(plan).parts()]
+
+    def make(report: Progress) -> Callable[[Pairs], list[Difference]]:
+        one, two = FileStore.of(left), FileStore.of(right)
+
+        def differences(part: Pairs) -> list[Difference]:
+            found = list(compare(part, one, one if part.right is left else two))
+            report(part.num_bytes())
+            return found
+
+        return differences
+
     found: dict[TensorKey, Difference] = {}
-    with FileStore.of(left) as one, FileStore.of(right) as two:
-        for pairs, other in ((Pairs.of_plan(plan), two), (Pairs.of_replicas(plan), one)):
-            for difference in compare(pairs, one, other):
-                found[difference.key] = _worse(found.get(difference.key), difference)
-        one.check_unchanged()
-        two.check_unchanged()
-    yield from sorted(found.values(), key=lambda difference: -difference.max_abs)
+    for part in team.map(make, parts, [part.num_bytes() for part in parts], progress):
+        for difference in part:
+            found[difference.key] = _worse(found.get(difference.key), difference)
+    for side in (left, right):
+        team.lead(FileStore.of(side).check_unchanged)
+    return sorted(found.values(), key=lambda difference: -difference.max_abs)
 
 
 def _worse(known: Difference | None, new: Difference) -> Difference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,10 +13,12 @@ from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder,
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore, Store
-from nemo_optim_bridge.errors import TargetError, raise_all
+from nemo_optim_bridge.errors import BridgeError, MissingSourceError, TargetError, raise_all
 
 if TYPE_CHECKING:
     import torch
+
+    Box = tuple[TensorKey, Region, torch.Tensor]
 
 
 def merge_tensors(
@@ -37,7 +40,7 @@ def merge_tensors(
     return tensors
 
 
-def load_tensors(source: Manifest, boxes: Iterable[tuple[TensorKey, Region, torch.Tensor]], *, rank: int = 0) -> None:
+def load_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> int:
     """Fill tensors with boxes of global tensors, from files; each rank calls it for what it owns, without negotiation.
 
     Args:
@@ -45,24 +48,49 @@ def load_tensors(source: Manifest, boxes: Iterable[tuple[TensorKey, Region, torc
             strides, on any device, and of the checkpoint's dtype.
         rank: for error messages only.
 
-    Raises MissingSourceError or TargetError before any tensor is touched.
+    Returns the bytes read. Raises MissingSourceError or TargetError before any tensor is touched.
     """
+    load = plan_tensors(source, boxes, rank=rank)
+    with FileStore.of(source) as store:
+        load.run(store)
+        store.check_unchanged()
+        return store.num_bytes_read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLoad:
+    """A load into live tensors that was planned and can no longer miss a source; ``run`` reads the bytes."""
+
+    plan: Plan
+    tensors: tuple[torch.Tensor, ...]
+
+    def run(self, store: Store) -> None:
+        """Fill the tensors; raises CheckpointError when a file cannot be read."""
+        execute_into(self.plan, store, self.tensors)
+
+
+def plan_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> TensorLoad:
+    """Plan what ``load_tensors`` does, with the same arguments and errors, and touch neither a tensor nor a file."""
     builder = ManifestBuilder()
     index = source.index()
     targets: list[torch.Tensor] = []
+    problems: list[BridgeError] = []
     for key, region, tensor in boxes:
         if tuple(tensor.shape) != region.shape:
-            raise TargetError(f"tensor has shape {tuple(tensor.shape)}", key=key, region=region, rank=rank)
-        spec = source.tensors[index[key]] if key in index else None
+            problem = TargetError(f"tensor has shape {tuple(tensor.shape)}", key=key, region=region, rank=rank)
+            problems.append(problem)
+            continue
+        if key not in index:
+            problems.append(MissingSourceError("the source has no such tensor", key=key, region=region, rank=rank))
+            continue
         dtype = str(tensor.dtype).removeprefix("torch.")
-        row = builder.tensor(key, spec.shape if spec else region.shape, dtype)
+        row = builder.tensor(key, source.tensors[index[key]].shape, dtype)
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        builder.shard(row, region, rank, builder.buffer(str(key), 0, span * ITEMSIZE[dtype], dtype), 0, tensor.stride())
+        nbytes = span * ITEMSIZE[dtype] if tensor.numel() else 0
+        builder.shard(row, region, rank, builder.buffer(str(key), 0, nbytes, dtype), 0, tensor.stride())
         targets.append(tensor)
-    plan = make_plan(source, builder.build())
-    with FileStore.of(source) as store:
-        execute_into(plan, store, targets)
-        store.check_unchanged()
+    raise_all(problems)
+    return TensorLoad(make_plan(source, builder.build()), tuple(targets))
 
 
 def execute_into(plan: Plan, store: Store, tensors: Sequence[torch.Tensor]) -> None:

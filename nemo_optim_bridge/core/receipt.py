@@ -14,6 +14,7 @@ import numpy as np
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.fingerprint import canonical
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.core.survey import Survey
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
 from nemo_optim_bridge.version import __version__
@@ -110,10 +111,11 @@ def encode(receipt: Mapping[str, Any]) -> bytes:
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """Read a receipt; raises MissingSourceError or CorruptFileError."""
+    if not path.exists():
+        raise MissingSourceError("there is no such receipt", path=path)
+    identify(path)
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MissingSourceError("there is no such receipt", path=path) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFileError(f"cannot be read as a receipt: {error}", path=path) from error
     if not isinstance(receipt, dict) or receipt.get("schema") != SCHEMA:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections import OrderedDict
@@ -87,6 +88,16 @@ class FileStore:
         while self._open:
             os.close(self._open.popitem()[1])
 
+    def _open_file(self, file: str) -> int:
+        """Open a file without waiting for a pipe; when descriptors run out, give up the ones held here first."""
+        try:
+            return os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                raise
+        self.close()
+        return os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
     def _descriptor(self, file: str) -> int:
         descriptor = self._open.get(file)
         if descriptor is not None:
@@ -95,7 +106,7 @@ class FileStore:
         if len(self._open) >= _MAX_OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         try:
-            descriptor = os.open(file, os.O_RDONLY)
+            descriptor = self._open_file(file)
         except OSError as error:
             raise MissingSourceError(f"cannot be opened: {error.strerror}", path=file) from error
         self._open[file] = descriptor

@@ -14,15 +14,15 @@ from isal.isal_zlib import crc32
 
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import aligned_buffer
-from nemo_optim_bridge.core.manifest import ITEMSIZE
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload, Sealed
 from nemo_optim_bridge.core.plan import Plan
+from nemo_optim_bridge.core.store import FileStore, Store
+from nemo_optim_bridge.core.team import Progress, Team, ignore
 from nemo_optim_bridge.errors import OutputError
 
 WINDOW_BYTES = 1 << 20
 SEGMENT_BYTES = 64 << 20
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,28 @@ def cut_files(files: Sequence[OutputFile], segment_bytes: int = SEGMENT_BYTES) -
     return segments
 
 
+def write_files(
+    directory: Path, files: Sequence[OutputFile], plan: Plan, team: Team, *, fsync: bool, progress: Progress = ignore,
+    open_store: Callable[[Manifest], Store] = FileStore.of,
+) -> None:  # fmt: skip
+    """Write all files below a new ``directory``; called by all members of a team, each of which writes its segments.
+
+    Raises OutputError when the system refuses, CheckpointError when a source cannot be read.
+    """
+    segments = cut_files(files)
+
+    def writer(report: Progress) -> SegmentWriter:
+        filler = BufferFiller(plan, open_store(plan.source))
+        return SegmentWriter(directory, files, filler, plan, fsync=fsync, progress=report)
+
+    crcs = team.map(lambda report: writer(report).write, segments, [s.nbytes for s in segments], progress)
+    unfinished: dict[int, list[int]] = {}
+    for segment, found in zip(segments, crcs, strict=True):
+        if not segment.is_whole:
+            unfinished.setdefault(segment.file, []).extend(found)
+    team.lead(lambda: writer(ignore).finish(unfinished, segments))
+
+
 class SegmentWriter:
     """Writes segments through one reused buffer; each process has its own."""
 
@@ -83,7 +105,8 @@ class SegmentWriter:
             if path.parent not in self._made:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._made.add(path.parent)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if segment.is_whole else 0)
+            descriptor = os.open(path, flags, 0o666)
             try:
                 position = segment.offset
                 for chunk in self._chunks(file, segment, crcs):

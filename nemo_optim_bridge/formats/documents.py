@@ -10,9 +10,12 @@ from typing import Any
 
 import yaml
 
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import ContradictionError, CorruptFileError, MissingSourceError
 
 MAX_DOCUMENT_BYTES = 64 << 20
+_DEEPEST = 64
+_MOST_VALUES = 1 << 20
 
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 2
@@ -79,16 +82,38 @@ def read_yaml(path: Path) -> Document:
     return _read(path, parse, "YAML")
 
 
+def _is_shallow(data: object) -> bool:
+    """Tell whether a document can be walked without fear: few levels, and no value that contains itself."""
+    level, seen = [data], 0
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, dict | list)
+        ]
+        seen += len(level)
+        if not level:
+            return True
+        if seen > _MOST_VALUES:
+            return False
+    return False
+
+
 def _read(path: Path, parse: Any, language: str) -> Document:
+    if not path.exists() and not path.is_symlink():
+        raise MissingSourceError(f"{path.name} is missing", path=path, hint="copy it from the original run")
+    if identify(path)[1] > MAX_DOCUMENT_BYTES:
+        raise CorruptFileError(f"{language} document larger than {MAX_DOCUMENT_BYTES >> 20} MiB", path=path)
     try:
-        if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            raise CorruptFileError(f"{language} document larger than {MAX_DOCUMENT_BYTES >> 20} MiB", path=path)
-        data = parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MissingSourceError(f"{path.name} is missing", path=path, hint="copy it from the original run") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        with path.open("rb") as file:
+            data = parse(file.read(MAX_DOCUMENT_BYTES).decode("utf-8"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CorruptFileError(f"cannot be read as {language}: {reason}", path=path) from error
+    if not _is_shallow(data):
+        raise CorruptFileError(f"{language} document is nested deeper than {_DEEPEST} levels", path=path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise CorruptFileError(f"{language} document is not a mapping of names", path=path)
     return Document(path, data)

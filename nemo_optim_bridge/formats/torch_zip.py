@@ -76,9 +76,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchFile:
-    """An indexed ``.pt`` file: the tree with ``StoredTensor`` leaves, and its records by their name in the archive."""
+    """An indexed ``.pt`` file: its folder inside the archive (the name that it was saved under, without the
+    extension), the tree with ``StoredTensor`` leaves, and its records by their name in that folder.
+    """
 
     path: str
+    folder: str
     root: object
     records: Mapping[str, Record]
     _data: bytes | None = None
@@ -416,7 +419,7 @@ def _quote(name: bytes) -> str:
 
 
 def _index(window: _Window, opaque: bool) -> TorchFile:
-    _, records = _read_records(window)
+    folder, records = _read_records(window)
     if "constants.pkl" in records:
         raise UnknownFormatError("file is a TorchScript archive, not a checkpoint", path=window.path, hint=_RESAVE)
     if "data.pkl" not in records:
@@ -433,7 +436,7 @@ def _index(window: _Window, opaque: bool) -> TorchFile:
     root = pickle_data.loads(
         pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage, opaque=opaque
     )
-    return TorchFile(window.path, root, records, window.data)
+    return TorchFile(window.path, folder, root, records, window.data)
 
 
 class _StorageClass(NamedTuple):

@@ -17,6 +17,7 @@ from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder,
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import MemoryStore
+from nemo_optim_bridge.core.team import Workers
 from nemo_optim_bridge.errors import ReplicaMismatchError
 
 KEY = TensorKey("layer.weight", "exp_avg")
@@ -119,7 +120,10 @@ def replicas(*tensors: torch.Tensor) -> tuple[Manifest, MemoryStore]:
 
 def test_equal_replicas_are_counted() -> None:
     source, bytes_of = replicas(values(), values(), values())
-    assert require_equal_replicas(make_plan(source, manifest([(0, WHOLE)])), bytes_of) == 2
+    assert (
+        require_equal_replicas(make_plan(source, manifest([(0, WHOLE)])), Workers(1), open_store=lambda _: bytes_of)
+        == 2
+    )
 
 
 def test_a_differing_replica_is_named() -> None:
@@ -128,7 +132,7 @@ def test_a_differing_replica_is_named() -> None:
     other[3, 5] -= 16
     source, bytes_of = replicas(values(), values(), other)
     with pytest.raises(ReplicaMismatchError) as caught:
-        require_equal_replicas(make_plan(source, manifest([(0, WHOLE)])), bytes_of)
+        require_equal_replicas(make_plan(source, manifest([(0, WHOLE)])), Workers(1), open_store=lambda _: bytes_of)
     error = caught.value
     assert "copies differ in 2 elements, by up to 16 at [3, 5]" in str(error)
     assert "the other copy is rank 0's in a 0" in str(error)

@@ -13,13 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_optim_bridge.core import execute, gather
-from nemo_optim_bridge.core.execute import BufferFiller, FileWriter
+from nemo_optim_bridge.core import execute, gather, write
+from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload, Sealed
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import MemoryStore
+from nemo_optim_bridge.core.team import Workers
+from nemo_optim_bridge.core.write import write_files
 from nemo_optim_bridge.errors import OutputError
 
 KEY = TensorKey("layer.weight", "exp_avg")
@@ -31,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
     """Shrink the window and the staging buffer to a number of bytes."""
 
     def shrink(nbytes: int) -> None:
-        monkeypatch.setattr(execute, "WINDOW_BYTES", nbytes)
+        monkeypatch.setattr(write, "WINDOW_BYTES", nbytes)
         monkeypatch.setattr(gather, "STAGING_BYTES", nbytes)
         monkeypatch.setattr(gather, "_GAP_BYTES", nbytes // 4)
 
@@ -78,7 +80,7 @@ def store_of(source: Manifest, tensor: npt.NDArray[np.uint32], *, transposed: bo
 def written(plan: Plan, store: MemoryStore, folder: Path) -> bytes:
     """Write every target buffer to one file and return its bytes."""
     parts = tuple(Payload(number, buffer.nbytes) for number, buffer in enumerate(plan.target.buffers))
-    FileWriter(BufferFiller(plan, store), plan, fsync=False).write(folder, [OutputFile("out", parts)])
+    write_files(folder, [OutputFile("out", parts)], plan, Workers(1), fsync=False, open_store=lambda _: store)
     return (folder / "out").read_bytes()
 
 
@@ -196,9 +198,9 @@ def test_sealed_parts_get_the_crc_of_every_payload(window: int, tiny: Tiny, tmp_
         Literal(b"head" * 11), Payload(0, 40), Sealed(20, seal), Literal(b""), Payload(1, 200), Sealed(20, seal),
     )  # fmt: skip
     progress: list[int] = []
-    filler = BufferFiller(plan, store_of(source, tensor))
+    store = store_of(source, tensor)
     file = OutputFile("deep/below/out", parts)
-    FileWriter(filler, plan, fsync=True, progress=progress.append).write(tmp_path, [file])
+    write_files(tmp_path, [file], plan, Workers(1), fsync=True, progress=progress.append, open_store=lambda _: store)
     first, second = tensor[:1].tobytes(), tensor[1:].tobytes()
     crcs = zlib.crc32(first), zlib.crc32(second)
     assert seen == [crcs[:1], crcs]

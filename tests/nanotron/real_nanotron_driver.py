@@ -26,6 +26,7 @@ import sys
 import tempfile
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,7 @@ def is_exact(got: torch.Tensor, expected: torch.Tensor) -> bool:
 # ---- the world
 
 
-def run_rank(rank: int, job: Job, rendezvous: str, results: Any) -> None:
+def run_rank(rank: int, job: Job, rendezvous: str, results: Any, work: Callable[[Any], dict[str, Any]]) -> None:
     """Run one rank and send what it found."""
     os.environ.update(
         RANK=str(rank),
@@ -319,7 +320,7 @@ def run_rank(rank: int, job: Job, rendezvous: str, results: Any) -> None:
                 world_size=job.num_ranks,
                 timeout=datetime.timedelta(seconds=60),
             )
-            results.put((rank, load_rank(job)))
+            results.put((rank, work(job)))
     except BaseException as error:
         results.put((rank, {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-6)}))
     results.close()
@@ -327,14 +328,14 @@ def run_rank(rank: int, job: Job, rendezvous: str, results: Any) -> None:
     os._exit(0)  # no teardown: a rank whose neighbour failed would wait for it
 
 
-def run_world(job: Job, timeout: float) -> dict[int, Any]:
-    """Run every rank in a process of its own; a rank that does not answer in time is missing from the result."""
+def run_world(job: Any, timeout: float, work: Callable[[Any], dict[str, Any]] = load_rank) -> dict[int, Any]:
+    """Run ``work`` on every rank in a process of its own; a rank that does not answer in time is missing."""
     fork = multiprocessing.get_context("fork")  # nanotron is imported once, before
     results = fork.Queue()
     found: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder, "rendezvous"))
-        ranks = [fork.Process(target=run_rank, args=(r, job, rendezvous, results)) for r in range(job.num_ranks)]
+        ranks = [fork.Process(target=run_rank, args=(r, job, rendezvous, results, work)) for r in range(job.num_ranks)]
         for process in ranks:
             process.start()
         try:

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from nemo_optim_bridge.core.write import Segment, SegmentWriter
+from nemo_optim_bridge.errors import SourceChangedError
+from nemo_optim_bridge.formats.nanotron.reshard import Options, plan_reshard
 from tests.compare import compare_checkpoints
 from tests.edits import (
     cut_short,
@@ -661,14 +664,14 @@ DAMAGES: dict[str, tuple[str, Edit, str, tuple[str, ...]]] = {
     "YAML bomb where a number belongs": (
         TP2,
         in_text("config.yaml", "  zero_stage: 0", f"  zero_stage: {BOMB}"),
-        CONTRADICTION,
-        ("config.yaml", "optimizer.zero_stage"),
+        CORRUPT,
+        ("config.yaml", "nested deeper"),
     ),
     "YAML bomb where a section belongs": (
         TP2,
         in_text("config.yaml", "parallelism:\n", f"parallelism: {BOMB}\nwas:\n"),
-        CONTRADICTION,
-        ("config.yaml", "parallelism is not a mapping"),
+        CORRUPT,
+        ("config.yaml", "nested deeper"),
     ),
     "more ranks than could ever be": (TP2, claim_ranks(pp=10**17), MISSING, ("optimizer files are missing",)),
     "more ranks of tp than could ever be": (TP2, claim_ranks(tp=10**17), MISSING, ("optimizer files are missing",)),
@@ -729,7 +732,7 @@ DAMAGES: dict[str, tuple[str, Edit, str, tuple[str, ...]]] = {
     "optimizer folder is a file": (
         TP2,
         lambda root: (shutil.rmtree(root / "optimizer"), (root / "optimizer").write_text("x")),
-        CORRUPT,
+        MISSING,
         ("optimizer",),
     ),
 }
@@ -781,7 +784,7 @@ def test_a_foreign_directory(tmp_path: Path, refuse: Refuse) -> None:
     (foreign / "pytorch").mkdir(parents=True)
     (foreign / "pytorch" / "model.bin").write_bytes(b"\0" * 100)
     assert "is not a nanotron checkpoint" in refuse(foreign, kind=UNKNOWN)
-    assert "is not a directory" in refuse(foreign / "absent", kind=MISSING)
+    assert "does not exist" in refuse(foreign / "absent", kind=MISSING)
     assert "is not a directory" in refuse(foreign / "pytorch" / "model.bin", kind=MISSING)
     (tmp_path / "empty").mkdir()
     assert "is not a nanotron checkpoint" in refuse(tmp_path / "empty", kind=UNKNOWN)
@@ -872,34 +875,44 @@ def test_permission_denied(copy_of: Real, refuse: Refuse, tmp_path: Path) -> Non
 
 
 def test_a_source_that_changes_while_it_is_read(copy_of: Real, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_optim_bridge.core.execute import FileWriter
-
     root = copy_of(TP2)
-    write_all = FileWriter.write
+    write = SegmentWriter.write
 
-    def write_and_touch(self: FileWriter, *arguments: Any) -> None:
-        write_all(self, *arguments)
+    def write_and_touch(self: SegmentWriter, segment: Segment) -> list[int]:
         os.utime(root / OPTIMIZER, (1, 1))
+        return write(self, segment)
 
-    monkeypatch.setattr(FileWriter, "write", write_and_touch)
+    monkeypatch.setattr(SegmentWriter, "write", write_and_touch)
     message = refuse(root, "--tp 1")
     assert "changed while it was read" in message
     assert OPTIMIZER in message
 
 
+@pytest.mark.parametrize("name", ["model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors", "tp-1-of-2_exp-0-of-1.pt"])
+def test_a_source_that_is_replaced_after_planning(name: str, copy_of: Real, tmp_path: Path) -> None:
+    root = copy_of(TP2)
+    planned = plan_reshard(root, tmp_path / "out", Options(tp=1, replicas="lowest-rank"))
+    path = next(path for path in sorted(root.rglob("*")) if path.name.endswith(name))
+    copy = path.with_name("copy")
+    shutil.copy(path, copy)
+    copy.rename(path)
+    with pytest.raises(SourceChangedError, match="changed while it was read") as caught:
+        planned.run()
+    assert caught.value.path == str(path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupt_leaves_nothing(real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_optim_bridge.core.execute import FileWriter
+    write = SegmentWriter.write
+    written: list[Segment] = []
 
-    write_file = FileWriter._write_file
-    written: list[Path] = []
-
-    def interrupted(self: FileWriter, path: Path, file: Any) -> None:
+    def interrupted(self: SegmentWriter, segment: Segment) -> list[int]:
         if len(written) == 5:
             raise KeyboardInterrupt
-        written.append(path)
-        write_file(self, path, file)
+        written.append(segment)
+        return write(self, segment)
 
-    monkeypatch.setattr(FileWriter, "_write_file", interrupted)
+    monkeypatch.setattr(SegmentWriter, "write", interrupted)
     code, printed = run_cli("reshard", real(TP2), tmp_path / "out")
     assert code == 2
     assert "interrupted" in printed
@@ -910,8 +923,8 @@ def test_an_interrupt_leaves_nothing(real: Real, tmp_path: Path, monkeypatch: py
 def test_a_full_disk_leaves_nothing(real: Real, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
-    def full(descriptor: int, data: Any) -> int:
+    def full(descriptor: int, data: Any, position: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("nemo_optim_bridge.core.execute.os.write", full)
+    monkeypatch.setattr("nemo_optim_bridge.core.write.os.pwrite", full)
     assert "No space left on device" in refuse(real(TP2), "--tp 1")

@@ -9,6 +9,7 @@ else. The fused and the distributed optimizer share one formula, so that their r
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -287,6 +288,7 @@ def install() -> None:
     def module(name: str, **contents: Any) -> types.ModuleType:
         made = types.ModuleType(name)
         made.__path__ = []  # a package without anything else in it
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         made.__dict__.update(contents)
         sys.modules[name] = made
         parent, _, child = name.rpartition(".")

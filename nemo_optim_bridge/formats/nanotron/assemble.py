@@ -22,7 +22,8 @@ from nemo_optim_bridge.formats.nanotron.config import Documents, ModelFacts
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, format_shape, zero_slice
 from nemo_optim_bridge.formats.nanotron.names import EMBEDDING, LM_HEAD, block_of
-from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar
+from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar, exact
+from nemo_optim_bridge.formats.nanotron.pipeline import blocks_of
 from nemo_optim_bridge.formats.nanotron.scheduler import Scheduler, read_scheduler
 from nemo_optim_bridge.formats.nanotron.weights import Weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
@@ -52,9 +53,19 @@ class Assembler:
         frozen = [fqn for fqn in self.weights.layouts if fqn not in set(order)]
         tied = LM_HEAD not in self.weights.layouts
         layouts = self._layouts([*order, *frozen], vocab_size)
-        stage_of = self._stage_of(stages, order)
         self.problems.extend(facts_problems(self.facts, layouts, self.documents.model.path))
+        raise_all(self.problems)
+        stage_of = self._stage_of(stages, order)
         self._check_zero_config(layouts)
+        if tied and self.documents.model.get("tie_word_embeddings") is False:
+            self.problems.append(
+                MissingSourceError(
+                    "tie_word_embeddings is false, but there is no lm_head",
+                    path=self.documents.model.path,
+                    key=LM_HEAD,
+                    hint="copy its files from the original run",
+                )
+            )  # fmt: skip
         raise_all(self.problems)
         self._add_weights(layouts, stage_of)
         states, hyperparameters = self._add_optimizer(layouts)
@@ -63,9 +74,11 @@ class Assembler:
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
         manifest = self.builder.build(groups, steps, self._identities())
         scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
+        if scheduler is not None:
+            raise_all(scheduler.problems(hyperparameters, self.root / "lr_scheduler"))
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]
-        remarks = list(self._remarks(layouts, vocab_size, has_legacy_names, rebuilt, frozen, scheduler))
+        remarks = list(self._remarks(states, vocab_size, has_legacy_names, rebuilt, frozen, scheduler))
         return NanotronCheckpoint(
             self.root, self.dialect, self.topology, self.zero_stage, self.documents, self.facts, layouts, stage_of,
             tied, self.has_masters, states, hyperparameters, scheduler, manifest,
@@ -124,6 +137,10 @@ class Assembler:
             return
         for at, shard in self.shards.items():
             expected = {fqn for fqn in stages[at.pp] if self._owns(fqn, at)}
+            if [fqn for fqn in stages[at.pp] if fqn in set(shard.fqns)] != [*shard.fqns] and expected == {*shard.fqns}:
+                self.problems.append(
+                    ContradictionError("lists the parameters in another order than its stage", path=shard.path)
+                )
             for fqn in sorted(expected - set(shard.fqns)):
                 self.problems.append(
                     MissingSourceError("parameter is missing from this rank", path=shard.path, key=fqn, rank=str(at))
@@ -173,11 +190,16 @@ class Assembler:
     def _stage_of(self, stages: Sequence[Sequence[str]], order: Sequence[str]) -> dict[str, int]:
         """Return each block's stage; a block on two stages is a contradiction, the tied copy apart."""
         stage_of: dict[str, int] = {}
+        known = {*blocks_of(self.facts.num_layers)}
+        for fqn in sorted(set(self.weights.layouts) - set(order)):
+            if block_of(fqn) not in known:
+                path = self.weights.shards[fqn][0].path
+                self.problems.append(UnknownFormatError("weight belongs to no known block", path=path, key=fqn))
         for pp, fqns in enumerate(stages):
             for position, fqn in enumerate(fqns):
                 block = block_of(fqn)
                 shard = self.shards[Coordinates(0, pp, 0, 0)]
-                if block is None:
+                if block is None or block not in known:
                     self.problems.append(
                         UnknownFormatError("parameter belongs to no known block", path=shard.path, key=fqn)
                     )
@@ -259,11 +281,16 @@ class Assembler:
                 tensors = {key: (value, value.dtype) for key, value in entries.items() if not isinstance(value, Scalar)}
                 if shard.masters is not None:
                     tensors[MASTER] = (shard.masters[fqn], "float32")
-                if hyperparameters.setdefault(fqn, shard.hyperparameters[fqn]) != shard.hyperparameters[fqn]:
+                if exact(hyperparameters.setdefault(fqn, shard.hyperparameters[fqn])) != exact(
+                    shard.hyperparameters[fqn]
+                ):
                     report("has other hyperparameters than on other ranks", shard, fqn)
                 flat = self._slice(layout, at)
                 expected = (flat[1] - flat[0],) if self.zero_stage else layout.local_shape(self.topology)
                 for key, (stored, dtype) in tensors.items():
+                    if self.zero_stage and stored.stride != (1,):
+                        report(f"{key} is a strided view of its storage, not a slice", shard, fqn)
+                        continue
                     if stored.shape != expected or stored.dtype != dtype:
                         found = f"{stored.dtype} and shape {format_shape(stored.shape)}"
                         report(f"{key} has dtype {found}, not {dtype} {format_shape(expected)}", shard, fqn)
@@ -291,7 +318,7 @@ class Assembler:
         return states, hyperparameters
 
     def _remarks(
-        self, layouts: Mapping[str, ParamLayout], vocab_size: int | None, has_legacy_names: bool,
+        self, states: Mapping[str, Mapping[str, str | Scalar]], vocab_size: int | None, has_legacy_names: bool,
         rebuilt: Sequence[str], frozen: Sequence[str], scheduler: Scheduler | None,
     ) -> Iterator[str]:  # fmt: skip
         """Yield what a user should know about the source."""
@@ -306,6 +333,10 @@ class Assembler:
             yield "weight files have the doubled names of spring 2024: written with proper names"
         for fqn in rebuilt:
             yield f"{fqn}: weights lost in the source (ranks overwrote one file); rebuilt from the masters by rounding"
+        common = {key for entries in states.values() for key in entries}
+        for fqn, entries in states.items():
+            if lacking := sorted(common - set(entries)):
+                yield f"{fqn}: has no {', '.join(lacking)}, which other parameters have"
         for fqn in frozen:
             yield f"{fqn}: has a weight but no optimizer state; it is carried as a frozen parameter"
         if scheduler is None:
@@ -343,15 +374,10 @@ def facts_problems(facts: ModelFacts, layouts: Mapping[str, ParamLayout], path: 
 
 def _param_groups(hyperparameters: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
     """Return parameters with equal hyperparameters as one group each, in order of first appearance."""
-    groups: list[tuple[Mapping[str, Any], list[str]]] = []
+    groups: dict[object, tuple[Mapping[str, Any], list[str]]] = {}
     for fqn, values in hyperparameters.items():
-        for known, fqns in groups:
-            if known == values:
-                fqns.append(fqn)
-                break
-        else:
-            groups.append((values, [fqn]))
-    return [ParamGroup(tuple(fqns), values) for values, fqns in groups]
+        groups.setdefault(exact(values), (values, []))[1].append(fqn)
+    return [ParamGroup(tuple(fqns), values) for values, fqns in groups.values()]
 
 
 def _shown(states: Mapping[str, str | Scalar]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from nemo_optim_bridge.formats.topology import Topology
 
 #: Flag in model_config.json -> family; their decoder layers cost the same (see pipeline.split_by_cost).
 _FAMILIES = {"is_llama_config": "llama", "is_qwen2_config": "qwen2", "is_llamoe_config": "llamoe"}
+
+
+_LARGEST_TP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class ModelFacts:
         uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
         if not uneven:
             return None
-        valid = [n for n in range(1, self.num_heads + 1) if all(size % n == 0 for size in sizes.values())]
+        most = min(self.num_heads, _LARGEST_TP)
+        valid = [n for n in range(1, most + 1) if all(size % n == 0 for size in sizes.values())]
         return TargetError(
             f"tp {tp} does not divide the model's {', '.join(uneven)}",
             hint=f"choose tp from {', '.join(map(str, valid))}",
@@ -150,16 +154,16 @@ def target_documents(
     remarks: list[str] = []
     model = {**source.model.data, "vocab_size": vocab_size}
     config = copy.deepcopy(dict(source.config.data))
-    parallelism = config.setdefault("parallelism", {})
+    parallelism = config["parallelism"] = dict(source.config.section("parallelism"))
     parallelism.update(tp=topology.tp, pp=topology.pp, dp=topology.dp)
     if dialect.names_experts:
         parallelism["expert_parallel_size"] = topology.ep
     else:
         parallelism.pop("expert_parallel_size", None)
-    config.setdefault("optimizer", {})["zero_stage"] = zero_stage
-    inner = config.setdefault("model", {}).get("model_config")
+    config["optimizer"] = {**source.config.section("optimizer"), "zero_stage": zero_stage}
+    inner = source.config.section("model").get("model_config")
     if isinstance(inner, dict):
-        inner["vocab_size"] = vocab_size
+        config["model"] = {**source.config.section("model"), "model_config": {**inner, "vocab_size": vocab_size}}
     metadata = _metadata(source, dialect, topology, remarks)
     return {
         "checkpoint_metadata.json": json.dumps(metadata, indent=2, sort_keys=True).encode(),
@@ -171,6 +175,9 @@ def target_documents(
 def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: list[str]) -> dict[str, Any]:
     """Return checkpoint_metadata.json for the target's dialect; consumed samples and steps stay."""
     metas = copy.deepcopy(dict(source.metadata.section("metas").data))
+    stages = metas.get("data_stages", [])
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise ContradictionError("metas.data_stages is not a list of stages", path=source.metadata.path)
     metadata = {
         **source.metadata.data,
         "tp": topology.tp,
@@ -221,8 +228,3 @@ def _stage_name(source: Documents) -> str:
     if isinstance(stages, list) and len(stages) == 1 and isinstance(stages[0], dict):
         return str(stages[0].get("name", "Stable Training Stage"))
     return "Stable Training Stage"
-
-
-def with_vocab_size(facts: ModelFacts, vocab_size: int) -> ModelFacts:
-    """Return the facts of the same model with another stored vocabulary."""
-    return replace(facts, vocab_size=vocab_size)

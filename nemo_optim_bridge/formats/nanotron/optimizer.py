@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all
-from nemo_optim_bridge.formats.nanotron.names import is_fqn
+from nemo_optim_bridge.formats.nanotron.names import is_fqn, parse_rank_name
 from nemo_optim_bridge.formats.topology import Coordinates
 from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, read_torch_file
 
@@ -21,8 +22,18 @@ class Scalar(NamedTuple):
     """A state that is one number for the whole parameter, such as ``step``; ``dtype`` None is a Python number."""
 
     dtype: str | None
+    shape: tuple[int, ...]
     data: bytes
     value: float
+
+
+def exact(value: Any) -> object:
+    """Return a hyperparameter so that equal means the same bits: types, the sign of zero and NaN count."""
+    if isinstance(value, Mapping):
+        return tuple((key, exact(item)) for key, item in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return type(value).__name__, tuple(map(exact, value))
+    return type(value).__name__, value.hex() if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,7 @@ class OptimizerShard:
     masters: Mapping[str, StoredTensor] | None
     hyperparameters: Mapping[str, Mapping[str, Any]]
     num_groups: int
+    largest_group: int
     identity: Identity
 
 
@@ -46,6 +58,7 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
     """
     identity = identify(path)
     file = read_torch_file(path)
+    _check_folder(file, path, at)
     root = file.root
     if not isinstance(root, dict) or not isinstance(root.get("state"), dict):
         raise CorruptFileError("holds no optimizer state", path=path, hint="is this a nanotron optimizer file?")
@@ -61,17 +74,38 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
         fqn = names[number]
         states[fqn] = {}
         for key, value in entries.items():
-            if not isinstance(key, str):
-                raise ContradictionError(f"state name {key!r} is not text", path=path, key=fqn)
+            if not isinstance(key, str) or key in (MASTER, WEIGHT):
+                raise ContradictionError(f"{key!r} cannot be the name of an optimizer state", path=path, key=fqn)
             if key == "step" or not isinstance(value, StoredTensor):
                 states[fqn][key] = _scalar(file, value, fqn, key)
             else:
                 states[fqn][key] = value
-    hyperparameters, num_groups = _groups(root.get("param_groups"), names, path)
+    groups = root["param_groups"]
+    hyperparameters = _groups(groups, names, path)
+    largest = max((len(group["params"]) for group in groups), default=0)
     order = [names[number] for number in sorted(names)]
     if list(names) != sorted(names):
         raise ContradictionError("parameter numbers are not in order", path=path)
-    return OptimizerShard(path, at, tuple(order), states, masters, hyperparameters, num_groups, identity)
+    if masters is not None and [fqn for fqn in masters if fqn in set(order)] != [f for f in order if f in masters]:
+        raise ContradictionError(
+            "names and gradient_accumulator list the parameters differently", path=path,
+            hint="one of them was edited or mixed up: copy the file again from the original run",
+        )  # fmt: skip
+    return OptimizerShard(path, at, tuple(order), states, masters, hyperparameters, len(groups), largest, identity)
+
+
+def _check_folder(file: TorchFile, path: Path, at: Coordinates) -> None:
+    """Raise when the archive's own folder, which keeps the name it was saved under, belongs to another rank."""
+    saved = parse_rank_name("optimizer", f"{file.folder}.pt")
+    named = parse_rank_name("optimizer", path.name)
+    if saved is None or named is None:
+        return
+    axes = [(saved.pp, named.pp), (saved.tp, named.tp), (saved.dp, named.dp), (saved.ep, named.ep)]
+    if any(a is not None and b is not None and a != b for a, b in axes):
+        raise ContradictionError(
+            f"was saved as {file.folder}.pt: this is another rank's file", path=path, rank=str(at),
+            hint="files were swapped or renamed: give each its own name back",
+        )  # fmt: skip
 
 
 def _masters(root: Mapping[str, Any], path: Path) -> dict[str, StoredTensor] | None:
@@ -100,15 +134,15 @@ def _names(root: Mapping[str, Any], masters: Mapping[str, object] | None, path: 
     if masters is not None and set(ids) - set(names) and len(masters) == len(ids):
         inferred = dict(zip(ids, masters, strict=True))
         if any(inferred.get(number) != fqn for number, fqn in names.items()):
-            raise ContradictionError("names and gradient_accumulator are in different orders", path=path)
+            raise ContradictionError("names and gradient_accumulator list the parameters differently", path=path)
         names = inferred
     problems: list[BridgeError] = []
     for number, fqn in names.items():
         if not isinstance(number, int) or isinstance(number, bool) or not isinstance(fqn, str) or not is_fqn(fqn):
             problems.append(ContradictionError(f"{fqn!r} is not a parameter name", path=path))
-    if len(set(names.values())) != len(names):
-        problems.append(ContradictionError("a parameter is named twice", path=path))
     raise_all(problems)
+    if len(set(names.values())) != len(names):
+        raise ContradictionError("a parameter is named twice", path=path)
     unnamed = [number for number in ids if number not in names]
     if unnamed:
         raise ContradictionError(
@@ -129,8 +163,8 @@ def _group_ids(groups: object, path: Path) -> Iterator[int]:
         yield from params
 
 
-def _groups(groups: Any, names: Mapping[int, str], path: Path) -> tuple[dict[str, Mapping[str, Any]], int]:
-    """Return each parameter's hyperparameters, in the group's own key order, and the number of groups."""
+def _groups(groups: Any, names: Mapping[int, str], path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return each parameter's hyperparameters, in the group's own key order."""
     by_fqn: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         hyperparameters = {key: value for key, value in group.items() if key != "params"}
@@ -148,7 +182,7 @@ def _groups(groups: Any, names: Mapping[int, str], path: Path) -> tuple[dict[str
     for fqn in names.values():
         if fqn not in by_fqn:
             raise ContradictionError("parameter is in no param group", path=path, key=fqn)
-    return by_fqn, len(groups)
+    return by_fqn
 
 
 def _is_plain(value: object) -> bool:
@@ -167,7 +201,9 @@ def _scalar(file: TorchFile, value: object, fqn: str, key: str) -> Scalar:
         number = float(np.frombuffer(data, value.dtype)[0])
         if key == "step" and not (number >= 0 and number.is_integer()):
             raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
-        return Scalar(value.dtype, data, number)
+        return Scalar(value.dtype, value.shape, data, number)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return Scalar(None, b"", value)
+        if key == "step" and not (value >= 0 and float(value).is_integer()):
+            raise ContradictionError(f"step is {value}", path=file.path, key=fqn)
+        return Scalar(None, (), b"", value)
     raise ContradictionError(f"{key} is a {type(value).__name__}, not a number", path=file.path, key=fqn)

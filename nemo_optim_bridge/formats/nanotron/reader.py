@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
+    CorruptFileError,
     MissingSourceError,
     UnknownFormatError,
     raise_all,
@@ -24,7 +25,7 @@ from nemo_optim_bridge.formats.nanotron.names import (
     parse_rank_name,
 )
 from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, read_optimizer_shard
-from nemo_optim_bridge.formats.nanotron.weights import read_weights
+from nemo_optim_bridge.formats.nanotron.weights import list_folder, read_weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
 
 _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
@@ -32,15 +33,21 @@ _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 def resolve(path: Path) -> Path:
     """Return the checkpoint directory itself: ``path``, or the step that ``path/latest.txt`` names."""
-    if not path.is_dir():
-        raise MissingSourceError("is not a directory", path=path, hint="give the directory of one checkpoint step")
-    latest = path / "latest.txt"
-    if (path / "model_config.json").exists() or not latest.is_file():
-        return path
-    step = latest.read_text(errors="replace").strip()
-    if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
-        raise MissingSourceError(f"latest.txt names step {step[:40]!r}, which is not there", path=path)
-    return path / step
+    hint = "give the directory of one checkpoint step"
+    try:
+        if not path.exists():
+            raise MissingSourceError("does not exist", path=path, hint=hint)
+        if not path.is_dir():
+            raise MissingSourceError("is not a directory", path=path, hint=hint)
+        latest = path / "latest.txt"
+        if (path / "model_config.json").exists() or not latest.is_file():
+            return path
+        step = latest.read_text(errors="replace")[:40].strip()
+        if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
+            raise MissingSourceError(f"latest.txt names step {step!r}, which is not there", path=path)
+        return path / step
+    except OSError as error:
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=str(path)[:200]) from error
 
 
 def is_nanotron(path: Path) -> bool:
@@ -67,7 +74,8 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)
     weights = read_weights(root, topology, facts)
     shards = {at: read_optimizer_shard(file, at) for at, file in files.items()}
-    dialect = _dialect(root, documents, shards)
+    dialect = _dialect(documents, shards)
+    raise_all(_group_problems(dialect, shards))
     return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
         vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
     )
@@ -80,8 +88,8 @@ def _optimizer_files(
     folder = root / "optimizer"
     found: dict[Coordinates, Path] = {}
     leftovers: list[Path] = []
-    legacy = False
-    for path in sorted(folder.iterdir()):
+    styles: dict[bool, Path] = {}
+    for path in list_folder(folder):
         if path.name == "optimizer_config.json":
             continue
         name = parse_rank_name("optimizer", path.name)
@@ -94,7 +102,13 @@ def _optimizer_files(
                 f"two files claim {name.coordinates}; the other is {twin.name}", path=path,
                 hint="remove the one that does not belong to this checkpoint",
             )  # fmt: skip
-        legacy |= name.ep is None
+        styles.setdefault(name.ep is None, path)
+    if len(styles) > 1:
+        raise ContradictionError(
+            f"names of two styles are mixed; {styles[False].name} has the other", path=styles[True],
+            hint="remove the files that do not belong to this checkpoint",
+        )  # fmt: skip
+    legacy = True in styles
     problems: list[BridgeError] = []
     num_missing = topology.world_size // (1 if zero_stage else topology.dp) - len(found)
     for at in topology if num_missing else ():
@@ -119,7 +133,7 @@ def _optimizer_files(
     return found, leftovers, legacy
 
 
-def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, OptimizerShard]) -> Dialect:
+def _dialect(documents: Documents, shards: Mapping[Coordinates, OptimizerShard]) -> Dialect:
     """Return which revision wrote a checkpoint, from its versions and habits."""
     version = documents.metadata.get("version")
     known = [dialect for dialect in DIALECTS.values() if dialect.version == version]
@@ -133,5 +147,17 @@ def _dialect(root: Path, documents: Documents, shards: Mapping[Coordinates, Opti
         return known[0]
     if "expert_parallel_size" not in documents.optimizer.section("parallelism"):
         return DIALECTS["v0.1"]
-    one_group = all(shard.num_groups <= 1 for shard in shards.values())
-    return DIALECTS["0.4" if one_group else "moe24"]
+    if all(shard.num_groups <= 1 for shard in shards.values()):
+        return DIALECTS["0.4"]
+    return DIALECTS["moe24"]
+
+
+def _group_problems(dialect: Dialect, shards: Mapping[Coordinates, OptimizerShard]) -> Iterator[BridgeError]:
+    """Yield files whose param groups are neither one for all parameters nor one for each, as the dialect has it."""
+    for shard in shards.values():
+        if dialect.group_per_parameter and shard.largest_group > 1:
+            yield UnknownFormatError(
+                f"has {shard.num_groups} param groups for {len(shard.fqns)} parameters",
+                path=shard.path,
+                hint="nanotron writes one group, or one for each parameter: convert the run's own groups back first",
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ from isal.isal_zlib import crc32
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
-from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import STAGING_BYTES
 from nemo_optim_bridge.core.health import require_warm
 from nemo_optim_bridge.core.output import Literal, OutputFile
@@ -25,8 +24,8 @@ from nemo_optim_bridge.core.survey import Survey, cold_findings, survey
 from nemo_optim_bridge.core.team import Progress as Meter
 from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.core.whole import whole_bytes
-from nemo_optim_bridge.core.write import WINDOW_BYTES, SegmentWriter, cut_files
-from nemo_optim_bridge.errors import CorruptFileError, TargetError
+from nemo_optim_bridge.core.write import WINDOW_BYTES, write_files
+from nemo_optim_bridge.errors import CorruptFileError, OutputError, TargetError
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
@@ -123,7 +122,8 @@ class Reshard:
         with ExitStack() as stack:
             scratch = new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync)
             folder = team.lead(lambda: stack.enter_context(scratch))
-            self._write(folder, files, team, progress("writing", sum(file.nbytes for file in files)))
+            report = progress("writing", sum(file.nbytes for file in files))
+            write_files(folder, files, self.plan, team, fsync=self.options.fsync, progress=report)
             team.lead(FileStore.of(self.source.manifest).check_unchanged)
             team.lead(lambda: stack.pop_all().close())
         found: dict[str, Any] = {"findings": [finding.to_json() for finding in surveyed.findings]}
@@ -144,21 +144,6 @@ class Reshard:
         if not self.options.allow_cold:
             require_warm(surveyed.findings, self.source.path)
         return surveyed
-
-    def _write(self, folder: Path, files: Sequence[OutputFile], team: Team, report: Meter) -> None:
-        """Write all files below ``folder``; segments of one file may come from several members."""
-        segments = cut_files(files)
-
-        def writer(progress: Meter) -> SegmentWriter:
-            filler = BufferFiller(self.plan, FileStore.of(self.source.manifest))
-            return SegmentWriter(folder, files, filler, self.plan, fsync=self.options.fsync, progress=progress)
-
-        crcs = team.map(lambda progress: writer(progress).write, segments, [s.nbytes for s in segments], report)
-        unfinished: dict[int, list[int]] = {}
-        for segment, found in zip(segments, crcs, strict=True):
-            if not segment.is_whole:
-                unfinished.setdefault(segment.file, []).extend(found)
-        team.lead(lambda: writer(ignore).finish(unfinished, segments))
 
     def _receipt(self, source: Checkpoint, surveyed: Survey) -> Iterator[OutputFile]:
         if not self.options.receipt:
@@ -192,7 +177,19 @@ def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
     if vocab_size is None and like is not None and like.facts.vocab_size < source.facts.vocab_size:
         source = read_checkpoint(path, like.facts.vocab_size)
     target = lay_out_target(source, _target_spec(source, like, options))
+    _refuse_to_replace_what_is_read(source, out)
     return Reshard(source, target, make_plan(source.manifest, target.manifest), out, options)
+
+
+def _refuse_to_replace_what_is_read(source: NanotronCheckpoint, out: Path) -> None:
+    """Raise OutputError when a link of the source leads to a file below the output that is to be replaced."""
+    replaced = out.resolve()
+    folders = {Path(file).parent for file in source.manifest.identities}
+    for folder in folders | {source.path / "lr_scheduler"}:
+        if folder.resolve().is_relative_to(replaced):
+            raise OutputError(
+                f"a link in the source leads into it: {folder}", path=out, hint="choose a directory beside the source"
+            )
 
 
 def _target_spec(source: NanotronCheckpoint, like: NanotronCheckpoint | None, options: Options) -> TargetSpec:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.names import RankName, format_rank_name
@@ -50,6 +51,23 @@ class Scheduler:
             key: [value(key, row) for row in rows] if key in _PER_GROUP else kept for key, kept in self.template.items()
         }
 
+    def problems(self, hyperparameters: Mapping[str, Mapping[str, Any]], path: Path) -> Iterator[BridgeError]:
+        """Yield parameters without an entry whose rates are not those of the entries: they cannot be inferred.
+
+        Nanotron of spring 2024 saves only the entries of the first pipeline stage.
+        """
+        for fqn, values in hyperparameters.items():
+            if not self.entries or fqn in self.entries:
+                continue
+            for name, field in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+                if self.common is not None and name in self.common and self.common[name] != values.get(field):
+                    yield ContradictionError(
+                        f"has no entry for this parameter; the others' {name} is {self.common[name]}, but its group's "
+                        f"{field} is {values.get(field)}",
+                        path=path,
+                        key=fqn,
+                    )
+
     def _entry(self, fqn: str) -> Entry:
         entry = self.entries.get(fqn, self.common)
         if entry is None:
@@ -91,10 +109,11 @@ def read_scheduler(
     problems: list[BridgeError] = []
     for (pp, _, _), name in scheduler_files(dialect, topology).items():
         path = root / "lr_scheduler" / name
-        if not path.is_file():
-            problems.append(MissingSourceError("lr_scheduler file is missing", path=path, hint="copy it from the run"))
+        try:
+            state = _read_state(path)
+        except BridgeError as error:
+            problems.append(error)
             continue
-        state = _read_state(path)
         lists = {key: value for key, value in state.items() if key in _PER_GROUP}
         lengths = {len(value) for value in lists.values()}
         expected = len(stages[pp]) if dialect.group_per_parameter else 1
@@ -119,10 +138,15 @@ def read_scheduler(
 
 
 def _read_state(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise MissingSourceError("lr_scheduler file is missing", path=path, hint="copy it from the original run")
+    identify(path)
     state = read_torch_file(path).root
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ContradictionError("is not an lr_scheduler state", path=path)
     for key, value in state.items():
-        if isinstance(value, StoredTensor) or (key in _PER_GROUP and not isinstance(value, list)):
-            raise ContradictionError(f"{key} is a {type(value).__name__}", path=path)
+        if isinstance(value, StoredTensor) or (key in _PER_GROUP) != isinstance(value, list):
+            raise ContradictionError(
+                f"{key} is a {type(value).__name__}: not an lr_scheduler that nanotron writes", path=path
+            )
     return state

@@ -8,19 +8,22 @@ from pathlib import Path
 
 from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
-from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
 from nemo_optim_bridge.formats.nanotron.layout import (
     Experts,
     ParamLayout,
     Slices,
     expert_matrix,
+    format_slices,
     parse_shape,
     parse_slices,
 )  # fmt: skip
 from nemo_optim_bridge.formats.nanotron.names import WeightName, format_weight_name, parse_weight_name
 from nemo_optim_bridge.formats.safetensors_header import StoredArray, read_single_tensor
 from nemo_optim_bridge.formats.topology import Topology
+
+_DEEPEST = 32  # folders below model/; nanotron needs less than ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,7 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
     if not folder.is_dir():
         raise MissingSourceError("there is no model directory", path=folder, hint="is this a nanotron checkpoint?")
     problems: list[BridgeError] = []
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            continue
+    for path in list_folder(folder, deep=True):
         name = parse_weight_name(path.relative_to(folder).as_posix())
         if name is None or not name.matches(topology):
             leftovers.append(path)
@@ -89,6 +90,31 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
     return Weights({fqn: tuple(shards) for fqn, shards in found.items()}, tuple(leftovers), layouts, frozenset(lost))
 
 
+def list_folder(folder: Path, *, deep: bool = False) -> list[Path]:
+    """Return what is in a folder, or all files below it, links followed, in order of their names.
+
+    Raises CorruptFileError for a folder that cannot be listed, so that nothing in it is overlooked.
+    """
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        try:
+            status = current.stat()
+            inside = list(current.iterdir())
+        except FileNotFoundError:
+            raise MissingSourceError("folder is missing", path=current, hint="copy it from the original run") from None
+        except OSError as error:
+            raise CorruptFileError(f"folder cannot be listed: {error.strerror}", path=str(current)[:400]) from error
+        if (status.st_dev, status.st_ino) in seen or len(current.parts) - len(folder.parts) > _DEEPEST:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for path in inside:
+            (pending if deep and path.is_dir() else found).append(path)
+    return sorted(found)
+
+
 def _is_lost(layout: ParamLayout, topology: Topology) -> bool:
     return layout.experts is not None and layout.experts.per_rank(topology) == 1 and topology.ep > 1
 
@@ -97,6 +123,11 @@ def _layout(fqn: str, shards: Sequence[WeightShard], topology: Topology, facts: 
     """Return the layout of a parameter as its shards' metadata tells it."""
     first = shards[0]
     if first.name.tp is None:
+        if "local_global_slices_pairs" in first.array.metadata:
+            raise ContradictionError(
+                "the file's name says that it is whole, its metadata that it is a shard", path=first.path, key=fqn,
+                hint="give the file its own name back",
+            )  # fmt: skip
         return ParamLayout(fqn, first.array.shape, first.array.dtype)
     is_w1 = expert_matrix(fqn)
     if is_w1 is not None:
@@ -151,7 +182,9 @@ def _metadata(shard: WeightShard) -> tuple[tuple[int, ...], Slices]:
             f"sharding metadata is missing or malformed ({error})", path=shard.path, key=shard.name.fqn
         ) from error
     ndim = len(shape)
-    if any(n < 0 for n in shape) or any(len(side) != ndim for pair in slices for side in pair):
+    sides = [side for pair in slices for side in pair]
+    spans = [span for side in sides for span in side if span is not None]
+    if any(n < 0 for n in shape) or any(len(side) != ndim for side in sides) or any(a < 0 or b < a for a, b in spans):
         raise ContradictionError("sharding metadata disagrees with itself", path=shard.path, key=shard.name.fqn)
     return shape, slices
 
@@ -205,7 +238,8 @@ def _check_shard(
     expected = layout.unsharded_shape(topology), layout.slices(topology, tp, ep)
     if (unsharded, slices) != expected:
         yield ContradictionError(
-            f"sharding metadata says {unsharded} {slices}, the other shards imply {expected[0]} {expected[1]}",
+            f"sharding metadata says {unsharded} {format_slices(slices)}, the other shards imply {expected[0]} "
+            f"{format_slices(expected[1])}",
             path=shard.path, key=layout.fqn, rank=f"tp {tp} ep {ep}",
         )  # fmt: skip
     if shard.array.shape != layout.local_shape(topology):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -31,11 +31,13 @@ from nemo_optim_bridge.formats.nanotron.names import (
     format_weight_name,
 )
 from nemo_optim_bridge.formats.nanotron.optimizer import Scalar
-from nemo_optim_bridge.formats.nanotron.pipeline import split_as_given, split_by_cost
+from nemo_optim_bridge.formats.nanotron.pipeline import blocks_of, split_as_given, split_by_cost
 from nemo_optim_bridge.formats.nanotron.scheduler import scheduler_files
 from nemo_optim_bridge.formats.safetensors_header import format_header
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
 from nemo_optim_bridge.formats.torch_zip import NewTensor, lay_out
+
+_MOST_FILES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,10 @@ def lay_out_target(source: NanotronCheckpoint, spec: TargetSpec) -> Target:
 def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeError]:
     """Yield why a model cannot be built at the target, before anything is laid out."""
     dialect, topology, facts = spec.dialect, spec.topology, source.facts
+    num_files = topology.pp * topology.tp * topology.ep * (topology.dp if spec.zero_stage else 1)
+    if num_files > _MOST_FILES:
+        yield TargetError(f"{topology} would write {num_files} optimizer files", hint="check the sizes")
+        return
     uncut = facts.problem_at(topology.tp) or _uneven_chunk(source, topology.tp)
     if uncut is not None:
         yield uncut
@@ -192,6 +198,13 @@ class _Layouter:
                     path=self.spec.like.path,
                     hint=f"add --pp {self.spec.like.topology.pp}",
                 )
+            untold = sorted(set(blocks_of(facts.num_layers)) - set(self.spec.like.stage_of))
+            if untold:
+                raise TargetError(
+                    f"the --like checkpoint does not tell the stage of {untold[0]}: it trains nothing there",
+                    path=self.spec.like.path,
+                    hint="give the split with --pp-split",
+                )
             return self.spec.like.stage_of
         if self.spec.layers_per_stage is not None:
             if len(self.spec.layers_per_stage) != pp:
@@ -211,7 +224,8 @@ class _Layouter:
         for fqn in self.layouts:
             if fqn in self.source.hyperparameters:
                 stages[self._stage(fqn)].append(fqn)
-        if self.source.tied and self.stage_of["lm_head"] != self.stage_of["token_position_embeddings"]:
+        is_trained = EMBEDDING in self.source.hyperparameters
+        if self.source.tied and is_trained and self.stage_of["lm_head"] != self.stage_of["token_position_embeddings"]:
             stages[self.stage_of["lm_head"]].append(EMBEDDING)
         return stages
 
@@ -246,11 +260,10 @@ class _Layouter:
 
     def _optimizer(self) -> Iterator[OutputFile]:
         topology = self.topology
-        for at in topology:
-            if at.dp and not self.zero_stage:
-                continue
+        for at in topology if self.zero_stage else replace(topology, dp=1):
             name = RankName(
-                (at.pp, topology.pp), (at.tp, topology.tp), (at.dp, topology.dp) if self.zero_stage else None,
+                (at.pp, self.topology.pp), (at.tp, self.topology.tp),
+                (at.dp, self.topology.dp) if self.zero_stage else None,
                 (at.ep, topology.ep) if self.dialect.names_experts else None,
             )  # fmt: skip
             path = f"optimizer/{format_rank_name('optimizer', name)}"
@@ -349,4 +362,4 @@ class _Layouter:
 
 def _scalar(scalar: Scalar) -> NewTensor | float:
     """Return a scalar state as it was stored: a 0-dim tensor of its own, or a Python number."""
-    return scalar.value if scalar.dtype is None else NewTensor(scalar.dtype, (), scalar.data)
+    return scalar.value if scalar.dtype is None else NewTensor(scalar.dtype, scalar.shape, scalar.data)
