@@ -76,20 +76,20 @@ class Workers:
     def __init__(self, size: int) -> None:
         if size > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise TargetError("several workers need an operating system with fork", hint="use --workers 1")
-        self._size = size
+        self.size = size
 
     def map(
         self, make: Maker[Item, Result], items: Sequence[Item], weights: Sequence[int], progress: Progress
     ) -> list[Result]:
         """Run every item, in forked workers when there are several; an error or a killed worker ends all of them."""
-        if self._size == 1 or len(items) < 2:
+        if self.size == 1 or len(items) < 2:
             function = make(progress)
             return [function(item) for item in items]
         context = multiprocessing.get_context("fork")
         results: dict[int, Any] = {}
         running: dict[Any, Any] = {}
         try:
-            for share in shares(weights, self._size):
+            for share in shares(weights, self.size):
                 if share:
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(target=_work, args=(make, items, share, sender), daemon=True)

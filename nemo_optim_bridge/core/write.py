@@ -42,14 +42,14 @@ class Segment:
     is_whole: bool
 
 
-def cut_files(files: Sequence[OutputFile], segment_bytes: int = SEGMENT_BYTES) -> list[Segment]:
-    """Return segments of about ``segment_bytes`` that cover all files; a cut is only made before a literal."""
+def cut_files(files: Sequence[OutputFile]) -> list[Segment]:
+    """Return segments of about SEGMENT_BYTES that cover all files; a cut is only made before a literal."""
     segments: list[Segment] = []
     for number, file in enumerate(files):
         bounds = [(0, 0, 0)]  # part, byte offset, payload
         offset = payloads = 0
         for index, part in enumerate(file.parts):
-            if isinstance(part, Literal) and offset - bounds[-1][1] >= segment_bytes:
+            if isinstance(part, Literal) and offset - bounds[-1][1] >= SEGMENT_BYTES:
                 bounds.append((index, offset, payloads))
             offset += part.nbytes
             payloads += isinstance(part, Payload)
