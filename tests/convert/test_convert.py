@@ -219,6 +219,14 @@ def test_exact_remainders(megatron_fixtures: Path, tmp_path: Path) -> None:
         convert(source, tmp_path / "fused", Options(to=FUSED, exact_remainders=True))
 
 
+def test_exact_remainders_beside_earlier_ones(megatron_fixtures: Path, tmp_path: Path) -> None:
+    source = edited(megatron_fixtures / "fused_moe_ep1" / "ckpt", tmp_path / "in", lambda tree: None)
+    (source / "__bridge_0.distcp").write_bytes(b"an earlier one")
+    convert(source, tmp_path / "out", Options(to=DISTRIBUTED, exact_remainders=True))
+    assert (tmp_path / "out" / "__bridge_0.distcp").read_bytes() == b"an earlier one"
+    assert (tmp_path / "out" / "__bridge_1.distcp").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("link", ["auto", "hard", "copy"])
 def test_data_files_are_linked_and_never_written(megatron_fixtures: Path, tmp_path: Path, link: str) -> None:
     source = edited(megatron_fixtures / "fused_moe_ep2" / "ckpt", tmp_path / "in", lambda tree: None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -157,6 +159,23 @@ def plan_convert(path: Path, out: Path, options: Options) -> Conversion:
     """Plan a conversion from headers alone; raises BridgeError with every reason why it is not possible."""
     check_output(out, (path,), overwrite=options.overwrite)
     _check_options(options)
+    with _collector_paused():
+        return _plan(path, out, options)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's cycle collector: it would walk again and again over millions of objects that are in no cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _plan(path: Path, out: Path, options: Options) -> Conversion:
     source, document = read_with_document(path)
     saved = read_saved(source.common, (*source.tensors, *source.objects), source.path)
     container = options.container or saved.container
@@ -259,10 +278,11 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(root: Path) -> list[str]:
-    """Return all files of a checkpoint, relative to it."""
+    """Return all regular files of a checkpoint, relative to it."""
     found = []
     for folder, _, names in os.walk(root):
-        found += [str((Path(folder) / name).relative_to(root)) for name in names]
+        paths = (Path(folder) / name for name in names)
+        found += [str(path.relative_to(root)) for path in paths if path.is_file()]
     return sorted(found)
 
 
