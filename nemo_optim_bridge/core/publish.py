@@ -30,7 +30,9 @@ def check_output(out: Path, sources: tuple[Path, ...], *, overwrite: bool) -> No
             if resolved == inside or inside in resolved.parents or resolved in inside.parents:
                 raise OutputError("output and source overlap", path=out, hint="choose a directory beside the source")
         if not resolved.parent.is_dir():
-            raise OutputError("the parent directory does not exist", path=out, hint=f"make it first: mkdir -p {resolved.parent}")
+            raise OutputError(
+                "the parent directory does not exist", path=out, hint=f"make it first: mkdir -p {resolved.parent}"
+            )
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise OutputError(f"is not a usable path: {error}", path=out) from error
     if os.path.lexists(out):
