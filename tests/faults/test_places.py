@@ -141,6 +141,8 @@ def test_a_read_only_source_and_another_file_system(bench: Bench, mount: Callabl
 def test_what_may_not_be_read_or_written(bench: Bench) -> None:
     bench.folder.chmod(0o755)
     ended = bench.reshard(uid=NOBODY)
+    if ended.code == 99:
+        pytest.skip("this Python may not be read by other users")
     assert ended.code == 2
     assert "cannot be written: Permission denied" in ended.printed
     bench.folder.chmod(0o777)

@@ -54,7 +54,7 @@ SAME, CARRIED, BAD = "right: as unmutated", "right: carries the change", "BAD"
 #: What a re-shard may state anew in the documents.
 _RESTATED = re.compile(
     r"tp|dp|pp|cp|ep|version|vocab_size|zero_stage|parallelism|expert_parallel_size|custom_metas|metas\."
-    r"|model\.model_config\.vocab_size|metas|optimizer$|optimizer\.zero_stage"
+    r"|model\.model_config\.vocab_size|metas|optimizer$|model\.model_config$|optimizer\.zero_stage"
 )
 
 
