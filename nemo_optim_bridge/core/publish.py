@@ -64,6 +64,8 @@ def new_directory(out: Path, *, overwrite: bool, fsync: bool) -> Iterator[Path]:
             try:
                 _put_in_place(scratch, out, overwrite=overwrite, fsync=fsync)
             except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # where there are no locks
+                    raise _appeared(out) from error
                 raise OutputError(f"cannot be put in place: {error.strerror}", path=out) from error
         except BaseException:
             _remove(scratch)
@@ -89,7 +91,7 @@ def _put_in_place(scratch: Path, out: Path, *, overwrite: bool, fsync: bool) -> 
     try:
         if os.path.lexists(out):
             if not overwrite:
-                raise OutputError("appeared while the output was written", path=out, hint="choose another name")
+                raise _appeared(out)
             aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent))
             out.rename(aside / out.name)
         scratch.rename(out)
@@ -105,6 +107,10 @@ def _put_in_place(scratch: Path, out: Path, *, overwrite: bool, fsync: bool) -> 
         raise
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _appeared(out: Path) -> OutputError:
+    return OutputError("appeared while the output was written", path=out, hint="choose another name")
 
 
 def _put_back(aside: Path, out: Path) -> None:

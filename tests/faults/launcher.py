@@ -22,7 +22,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 #: What is counted, in order; a fault is named by its number in this sequence.
-CALLS = ("write", "fsync", "rename")
+CALLS = ("write", "pwrite", "fsync", "rename")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import stat
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,7 @@ SAME, CARRIED, BAD = "right: as unmutated", "right: carries the change", "BAD"
 #: What a re-shard may state anew in the documents.
 _RESTATED = re.compile(
     r"tp|dp|pp|cp|ep|version|vocab_size|zero_stage|parallelism|expert_parallel_size|custom_metas|metas\."
-    r"|model\.model_config\.vocab_size|metas"
+    r"|model\.model_config\.vocab_size|metas|optimizer$|model\.model_config$|optimizer\.zero_stage"
 )
 
 
@@ -354,16 +354,17 @@ def document_problems(out: Path, expected: Path, changes: dict[str, dict[str, An
 
 
 def run_all(
-    folder: Path, scratch: Path, *, count: int, seed: int, first: int = 0, jobs: int = 1, only: str | None = None
-) -> Iterator[Outcome]:
-    """Yield the outcome of cases ``first`` to ``first + count - 1``, in order."""
+    folder: Path, scratch: Path, *, seed: int, count: int = 0, first: int = 0, numbers: Sequence[int] = (),
+    jobs: int = 1, only: str | None = None,
+) -> Iterator[Outcome]:  # fmt: skip
+    """Yield the outcome of cases ``first`` to ``first + count - 1``, or of ``numbers``, in order."""
     good = scratch / "good"
     good.mkdir()
     prepare(folder, good)
     case = partial(run_case, seed=seed, only=only, folder=folder, good=good, scratch=scratch)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=start_worker) as pool:
-        yield from pool.map(case, range(first, first + count), chunksize=4)
+        yield from pool.map(case, numbers or range(first, first + count), chunksize=4)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -343,11 +343,9 @@ class Assembler:
                     for state in targets:
                         final = layout.dtype if state == WEIGHT else dtype
                         tensor = self.builder.tensor(TensorKey(fqn, state), layout.shape, final)
-                        stride, step = (None, stored.stride[0]) if self.zero_stage else (stored.stride, 1)
+                        stride = None if self.zero_stage else stored.stride
                         for view in layout.views(self.topology, at.tp, at.ep, flat, stride):
-                            strides = tuple(step * n for n in view.stride)
-                            offset = step * view.storage_offset
-                            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, offset, strides)
+                            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
         for fqn in self.weights.lost & set(layouts):
             if not self.has_masters:
                 self.problems.append(

@@ -13,6 +13,7 @@ from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.names import RankName, format_rank_name
+from nemo_optim_bridge.formats.nanotron.optimizer import exact
 from nemo_optim_bridge.formats.nanotron.weights import list_folder
 from nemo_optim_bridge.formats.topology import Topology
 from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
@@ -42,7 +43,7 @@ class Scheduler:
         """
         rows = [self._entry(fqn) for fqn in fqns]
         if not dialect.group_per_parameter:
-            if any(row != rows[0] for row in rows):
+            if any(exact(row) != exact(rows[0]) for row in rows):
                 raise TargetError(
                     f"dialect {dialect.name} has one param group, but the learning rates of the parameters differ",
                     hint="keep the source's dialect",
@@ -132,13 +133,15 @@ def read_scheduler(
         scalars = {key: None if key in _PER_GROUP else value for key, value in state.items()}
         if template is None:
             template = scalars
-        elif template != scalars:
+        elif exact(template) != exact(scalars):
             problems.append(ContradictionError("differs from the lr_scheduler of another rank", path=path))
         rows = [{key: value[row] for key, value in lists.items()} for row in range(expected)]
-        common.extend(row for row in rows if row not in common)
+        for row in rows:
+            if not any(exact(row) == exact(known) for known in common):
+                common.append(row)
         if dialect.group_per_parameter:
             for fqn, row in zip(stages[pp], rows, strict=True):
-                if entries.setdefault(fqn, row) != row:
+                if exact(entries.setdefault(fqn, row)) != exact(row):
                     problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
     raise_all(problems)
     leftovers = tuple(path for path in list_folder(root / "lr_scheduler") if path not in files)
