@@ -159,7 +159,7 @@ class Conversion:
         """Bring every other file of the source into ``folder``; return how often in which way."""
         ways: Counter[str] = Counter()
         for name in _files(root):
-            if name in _REWRITTEN:
+            if name in _REWRITTEN or name == RECEIPT_NAME:  # a receipt is of the source's own making
                 continue
             target = folder / name
             try:
