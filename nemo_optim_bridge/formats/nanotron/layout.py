@@ -214,7 +214,7 @@ def format_slices(slices: Slices) -> str:
 
 def _size(text: str) -> int:
     """Return a number spelled as nanotron spells it; ``int`` would take signs, underscores and other scripts too."""
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 20) or str(int(text)) != text:
         raise ValueError(f"not a size: {text[:40]!r}")
     return int(text)
 
