@@ -222,7 +222,7 @@ def reshard(
 def convert(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of a Megatron torch_dist checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to create.")],
-    to: Annotated[str, typer.Option(help="fused_adam, distributed_fused_adam, mcore_float16 or mcore_distributed.")],
+    to: Annotated[str, typer.Option(help="fused_adam, distributed_fused_adam, mcore_float16, mcore_distributed, dcp.")],
     key_style: Annotated[
         str, typer.Option(metavar="both|uniform|stock", help="How distributed_fused_adam's masters are spelled.")
     ] = "both",
@@ -249,29 +249,55 @@ def convert(
         Path | None, typer.Option(help="JSON of Megatron-LM's opt_param_scheduler, where the source has none.")
     ] = None,
     link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Read all data, and write a receipt with digests.")
+    ] = False,
+    vocab_size: VocabSize = None,
     workers: NumWorkers = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")] = False,
     fsync: Annotated[bool, typer.Option(help="Sync files and directories to disk.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert CKPT to another optimizer type. Only metadata is new; OUT appears only when it is complete."""
+    """Convert CKPT to another optimizer type; only metadata is new. Or any checkpoint to PyTorch's format: --to dcp."""
     with _errors_reported(as_json):
+        if to == "dcp":
+            summary = _export_dcp(checkpoint, out, vocab_size, overwrite=overwrite, fsync=fsync, dry_run=dry_run)
+            _print_result(summary, as_json)
+            return
         from nemo_optim_bridge.core.team import Workers
         from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
 
         options = Options(
             to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
             exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
-            scheduler_state=scheduler_state, link=link, overwrite=overwrite, fsync=fsync,
+            scheduler_state=scheduler_state, link=link, receipt=receipt, overwrite=overwrite, fsync=fsync,
         )  # fmt: skip
         planned = plan_convert(checkpoint, out, options)
         if not dry_run:
-            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders else 1))
+            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders or receipt else 1))
             with _progress(team) as report:
                 planned.run(team, report)
         summary = {**planned.summary(), "written": not dry_run}
     _print_result(summary, as_json)
+
+
+def _export_dcp(
+    checkpoint: Path, out: Path, vocab_size: int | None, *, overwrite: bool, fsync: bool, dry_run: bool
+) -> dict[str, Any]:  # fmt: skip
+    if dry_run:
+        raise TargetError("--to dcp knows no --dry-run")
+    from nemo_optim_bridge.formats.torch_dcp import export_dcp
+
+    report = export_dcp(checkpoint, out, vocab_size=vocab_size, overwrite=overwrite, fsync=fsync)
+    return {
+        "source": str(checkpoint),
+        "output": str(out),
+        "num_tensors": report.num_tensors,
+        "num_bytes": report.num_bytes,
+        "remarks": list(report.remarks),
+        "written": True,
+    }
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import ContradictionError, CorruptFileError, MissingSourceError
 
@@ -27,11 +28,15 @@ def shown(value: object) -> str:
 
 
 class Document(Mapping[str, Any]):
-    """A mapping read from a file; its typed getters raise errors that name the file and the field."""
+    """A mapping read from a file; its typed getters raise errors that name the file and the field.
 
-    def __init__(self, path: Path, data: Mapping[str, Any], prefix: str = "") -> None:
+    ``identity`` tells the file from later versions of itself.
+    """
+
+    def __init__(self, path: Path, data: Mapping[str, Any], identity: Identity, prefix: str = "") -> None:
         self.path = path
         self.data = data
+        self.identity = identity
         self._prefix = prefix
 
     def __getitem__(self, key: str) -> Any:
@@ -50,7 +55,7 @@ class Document(Mapping[str, Any]):
             value = {}
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ContradictionError(f"{self._prefix}{key} is not a mapping of names", path=self.path)
-        return Document(self.path, value, f"{self._prefix}{key}.")
+        return Document(self.path, value, self.identity, f"{self._prefix}{key}.")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return an integer field (also spelled as a string), or the default when absent; raises when it is not one."""
@@ -104,7 +109,8 @@ def _is_shallow(data: object) -> bool:
 def _read(path: Path, parse: Any, language: str) -> Document:
     if not path.exists() and not path.is_symlink():
         raise MissingSourceError(f"{path.name} is missing", path=path, hint="copy it from the original run")
-    if identify(path)[1] > MAX_DOCUMENT_BYTES:
+    identity = identify(path)
+    if identity[1] > MAX_DOCUMENT_BYTES:
         raise CorruptFileError(f"{language} document larger than {MAX_DOCUMENT_BYTES >> 20} MiB", path=path)
     try:
         with path.open("rb") as file:
@@ -116,4 +122,4 @@ def _read(path: Path, parse: Any, language: str) -> Document:
         raise CorruptFileError(f"{language} document is nested deeper than {_DEEPEST} levels", path=path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise CorruptFileError(f"{language} document is not a mapping of names", path=path)
-    return Document(path, data)
+    return Document(path, data, identity)

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from typing import Any, Final
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
 
+#: A header with one tensor takes a few hundred bytes.
+MAX_HEADER_BYTES: Final = 1 << 20
+_MAX_NDIM: Final = 64
 _DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
@@ -38,29 +40,59 @@ class StoredArray:
 
 
 def read_single_tensor(path: Path, key: str) -> StoredArray:
-    """Read the header of a file that holds exactly the tensor ``key``; the safetensors library validates it.
+    """Read the header of a file that holds exactly the tensor ``key``, by pread: nothing is mapped into memory.
 
     Raises CorruptFileError for anything else, MissingSourceError when there is no file.
     """
     try:
-        with safe_open(os.fspath(path), framework="np") as file:
-            keys = list(file.keys())
-            metadata = dict(file.metadata() or {})
-            if keys != [key]:
-                raise CorruptFileError(f"holds tensors {keys[:5]} instead of only {key!r}", path=path)
-            view = file.get_slice(key)
-            code, shape = str(view.get_dtype()), tuple(int(n) for n in view.get_shape())
-        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            text = os.pread(file.fileno(), length, 8)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        dtype, shape, metadata = _fields(header, key)
     except FileNotFoundError:
         raise MissingSourceError("weight shard is missing", path=path) from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptFileError(
             f"not a valid safetensors file: {error}", path=path, hint="copy the file again from the original run"
         ) from error
-    if code not in _DTYPES:
-        raise CorruptFileError(f"holds elements of unsupported dtype {code}", path=path, key=key)
-    dtype = _DTYPES[code]
-    return StoredArray(dtype, shape, metadata, size - prod(shape) * ITEMSIZE[dtype])
+    found = StoredArray(dtype, shape, metadata, 8 + length)
+    if header[key]["data_offsets"] != [0, found.nbytes] or size != found.offset + found.nbytes:
+        raise CorruptFileError(
+            f"not a valid safetensors file: {size - found.offset} bytes of data at {header[key]['data_offsets']} for "
+            f"{dtype} {list(shape)}", path=path, hint="copy the file again from the original run",
+        )  # fmt: skip
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name appears twice")
+    return fields
+
+
+def _fields(header: Any, key: str) -> tuple[str, tuple[int, ...], dict[str, str]]:
+    """Return dtype, shape and metadata of a header's only tensor; raises ValueError for anything else."""
+    if not isinstance(header, dict):
+        raise ValueError("the header is no mapping")
+    names = sorted(name for name in header if name != "__metadata__")
+    if names != [key]:
+        raise ValueError(f"it holds tensors {[name[:80] for name in names[:5]]} instead of only {key!r}")
+    entry, metadata = header[key], header.get("__metadata__") or {}
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{key} has not exactly dtype, shape and data_offsets")
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no mapping of names to text")
+    code, shape = entry["dtype"], entry["shape"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise ValueError(f"its elements are of unsupported dtype {str(code)[:40]}")
+    if not isinstance(shape, list) or len(shape) > _MAX_NDIM or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("its shape is no list of sizes")
+    return _DTYPES[code], tuple(shape), metadata
 
 
 def format_header(key: str, dtype: str, shape: tuple[int, ...], metadata: Mapping[str, str]) -> bytes:

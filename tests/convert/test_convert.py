@@ -9,6 +9,7 @@ import pytest
 
 from nemo_optim_bridge.cli import run
 from nemo_optim_bridge.core.manifest import TensorKey
+from nemo_optim_bridge.core.receipt import FILE_NAME
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.torch_dist import read_torch_dist
 from nemo_optim_bridge.formats.torch_dist.convert import Options, convert
@@ -219,6 +220,14 @@ def test_exact_remainders(megatron_fixtures: Path, tmp_path: Path) -> None:
         convert(source, tmp_path / "fused", Options(to=FUSED, exact_remainders=True))
 
 
+def test_exact_remainders_beside_earlier_ones(megatron_fixtures: Path, tmp_path: Path) -> None:
+    source = edited(megatron_fixtures / "fused_moe_ep1" / "ckpt", tmp_path / "in", lambda tree: None)
+    (source / "__bridge_0.distcp").write_bytes(b"an earlier one")
+    convert(source, tmp_path / "out", Options(to=DISTRIBUTED, exact_remainders=True))
+    assert (tmp_path / "out" / "__bridge_0.distcp").read_bytes() == b"an earlier one"
+    assert (tmp_path / "out" / "__bridge_1.distcp").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("link", ["auto", "hard", "copy"])
 def test_data_files_are_linked_and_never_written(megatron_fixtures: Path, tmp_path: Path, link: str) -> None:
     source = edited(megatron_fixtures / "fused_moe_ep2" / "ckpt", tmp_path / "in", lambda tree: None)
@@ -292,3 +301,13 @@ def test_command_line(megatron_fixtures: Path, tmp_path: Path, capsys: pytest.Ca
     shown = json.loads(capsys.readouterr().out)
     assert (shown["optimizer"], shown["key_style"], shown["num_parameters"]) == (DISTRIBUTED, "both", 13)
     assert run(["convert", source, str(tmp_path / "x"), "--to", "sgd"]) == 2
+
+
+def test_a_receipt_is_written_on_request_and_never_carried_on(megatron_fixtures: Path, tmp_path: Path) -> None:
+    source = megatron_fixtures / "fused_moe_ep1" / "ckpt"
+    convert(source, tmp_path / "one", Options(to=DISTRIBUTED, receipt=True))
+    receipt = tmp_path / "one" / FILE_NAME
+    convert(tmp_path / "one", tmp_path / "two", Options(to=FUSED))
+    assert not (tmp_path / "two" / FILE_NAME).exists()
+    for folder in (source, tmp_path / "one", tmp_path / "two"):
+        assert run(["verify", str(folder), "--receipt", str(receipt)]) == 0

@@ -49,7 +49,7 @@ def test_bad_yaml(content: str, tmp_path: Path) -> None:
 def test_missing_and_unreadable(tmp_path: Path) -> None:
     with pytest.raises(MissingSourceError, match=r"absent.json is missing.*Copy it from the original run"):
         read_json(tmp_path / "absent.json")
-    with pytest.raises(CorruptFileError, match="directory"):
+    with pytest.raises(CorruptFileError, match="is not a regular file"):
         read_json(tmp_path)
 
 
@@ -65,18 +65,18 @@ def test_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3), ("3", 3), ("0012", 12), (1 << 59, 1 << 59), (1, 1)])
 def test_integers(value: Any, expected: int) -> None:
-    assert Document(Path("x"), {"n": value}).integer("n") == expected
+    assert Document(Path("x"), {"n": value}, (0, 0, 0)).integer("n") == expected
 
 
 @pytest.mark.parametrize("value", [None, 0, -1, True, 1.0, "1.0", "-1", "", "\u0661", "9" * 20, 1 << 60, [1], {}])
 def test_no_integers(value: Any) -> None:
-    document = Document(Path("x.json"), {"outer": {"n": value}}).section("outer")
+    document = Document(Path("x.json"), {"outer": {"n": value}}, (0, 0, 0)).section("outer")
     with pytest.raises(ContradictionError, match=r"outer\.n is .* not an integer from 1 up.*x\.json"):
         document.integer("n")
 
 
 def test_defaults_and_sections() -> None:
-    document = Document(Path("x.json"), {"zero": 0, "none": None, "list": [1], "odd": {1: 2}})
+    document = Document(Path("x.json"), {"zero": 0, "none": None, "list": [1], "odd": {1: 2}}, (0, 0, 0))
     assert document.integer("absent", 7) == 7
     assert document.integer("zero", minimum=0) == 0
     assert dict(document.section("none")) == dict(document.section("absent")) == {}

@@ -72,7 +72,7 @@ def run_cases(topology: tuple[int, int, int, int], cases: list[dict[str, Any]], 
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     )
     assert done.stdout.startswith("{"), done.stderr[-3000:]
     ranks = json.loads(done.stdout).values()

@@ -107,6 +107,18 @@ def test_all_misfits_are_named_before_anything_is_touched(nanotron_fixtures: Pat
         load({"a": good}, nanotron_fixtures / "checkpoints" / SOURCE, rename=lambda fqn: "same")
 
 
+def test_megatron_checkpoints_load_under_the_same_keys() -> None:
+    root = Path(__file__).parents[1] / "data" / "nemo"
+    truth = {}
+    for name, tensor in load_file(root / "dense.safetensors").items():
+        state, fqn = name.split(".model.")
+        truth[f"optim.state.{fqn}.{state}"] = tensor
+    state_dict = {key: torch.zeros_like(tensor) for key, tensor in truth.items()}
+    load(state_dict, root / "fused_dense" / "ckpt")
+    for key, tensor in state_dict.items():
+        expect_equal(tensor, truth[key])
+
+
 # ---- several ranks
 
 

@@ -6,6 +6,7 @@ That it loads right is shown in the real nanotron: ``tests/nanotron/test_live_lo
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
-from nemo_optim_bridge.errors import BridgeError, MissingDependencyError
+from nemo_optim_bridge.errors import BridgeError, MissingDependencyError, TargetError
 from nemo_optim_bridge.formats.nanotron.layout import zero_slice
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint
 from nemo_optim_bridge.formats.topology import Topology
@@ -38,19 +39,23 @@ class Wrapper:
         self.__dict__.update(attributes)
 
 
-def build(checkpoint: Path, *, zero: bool, kind: Any = torch.optim.AdamW) -> tuple[Any, Any]:
-    """Return an optimizer with fp32 masters and a parallel context: all ranks tensor-parallel, or all data-parallel."""
+def build(
+    checkpoint: Path, axis: str = "tp", *, kind: Any = torch.optim.AdamW, group_per_parameter: bool = False
+) -> tuple[Any, Any]:
+    """Return an optimizer with fp32 masters and a parallel context in which all ranks lie along one axis.
+
+    Along dp it is ZeRO-1.
+    """
+    zero = axis == "dp"
     rank, size = distributed.get_rank(), distributed.get_world_size()
     alone = [distributed.new_group([other]) for other in range(size)][rank]
     everyone = distributed.group.WORLD
     context = SimpleNamespace(
         world_pg=everyone,
-        tp_pg=alone if zero else everyone,
-        dp_pg=everyone if zero else alone,
         pp_pg=alone,
-        expert_pg=alone,
+        **{f"{name}_pg": everyone if name == axis else alone for name in ("tp", "dp", "expert")},
     )
-    topology = Topology(dp=size) if zero else Topology(tp=size)
+    topology = Topology(**{"ep" if axis == "expert" else axis: size})
     source = read_checkpoint(checkpoint)
     weights = {
         fqn: torch.nn.Parameter(torch.ones(layout.local_shape(topology), dtype=torch.bfloat16))
@@ -62,9 +67,11 @@ def build(checkpoint: Path, *, zero: bool, kind: Any = torch.optim.AdamW) -> tup
     names = {id(master): fqn for fqn, master in masters.items()}
     elements = {fqn: {"fp32": masters[fqn], "half": halves[fqn]} for fqn in weights}
     accumulator = SimpleNamespace(parameters=elements)
-    optimizer = Wrapper(Wrapper(kind(masters.values(), lr=0.5), names), names, gradient_accumulator=accumulator)
+    split: list[list[str]] = [[fqn] for fqn in weights] if group_per_parameter else [list(weights)]
+    base = kind([{"params": [masters[fqn] for fqn in fqns]} for fqns in split], lr=0.5)
+    optimizer = Wrapper(Wrapper(base, names), names, gradient_accumulator=accumulator)
     if zero:
-        groups = [{"named_params": list(weights.items())}]
+        groups = [{"named_params": [(fqn, weights[fqn]) for fqn in fqns]} for fqns in split]
         more = {"param_name_to_dp_rank_offsets": ranges, "zero_named_param_groups": groups, "dp_pg": everyone}
         optimizer = Wrapper(optimizer, names, **more)
     return optimizer, context
@@ -94,8 +101,9 @@ def untouched(optimizer: Any) -> bool:
 def load_both(rank: int, fixtures: Path) -> None:
     """Load at tp 2, and at ZeRO-1 dp 2, and look at a few tensors."""
     truth = load_file(fixtures / "truth" / "llama_tied.safetensors")
-    for zero in (False, True):
-        optimizer, context = build(fixtures / "checkpoints" / SOURCE, zero=zero)
+    for axis in ("tp", "dp"):
+        zero = axis == "dp"
+        optimizer, context = build(fixtures / "checkpoints" / SOURCE, axis)
         report = plugin.load_optimizer(optimizer, context, fixtures / "checkpoints" / SOURCE)
         base, masters = base_of(optimizer), masters_of(optimizer)
         by_name = dict(zip(masters, base.param_groups[0]["params"], strict=True))
@@ -114,6 +122,72 @@ def test_states_masters_and_hyperparameters(nanotron_fixtures: Path) -> None:
     run_world(2, load_both, nanotron_fixtures)
 
 
+def load_experts(rank: int, fixtures: Path) -> None:
+    """Load at ep 2, tp 1, where the stacked first matrices are kept transposed, and one of two experts files."""
+    truth = load_file(fixtures / "truth" / "moe_e8.safetensors")
+    for name in ("moe-moe_e8-z0-tp2-pp1-dp1-ep1", "moe-moe_e8-z1-tp1-pp1-dp2-ep2"):
+        optimizer, context = build(fixtures / "checkpoints" / name, "expert", group_per_parameter=True)
+        plugin.load_optimizer(optimizer, context, fixtures / "checkpoints" / name)
+        base, masters = base_of(optimizer), masters_of(optimizer)
+        by_name = {fqn: group["params"][0] for fqn, group in zip(masters, base.param_groups, strict=True)}
+        for fqn in (fqn for fqn in masters if ".experts." in fqn):
+            expected = truth[f"{fqn}|exp_avg"].chunk(2)[rank]
+            expected = expected.T if ".w1." in fqn else expected
+            torch.testing.assert_close(base.state[by_name[fqn]]["exp_avg"], expected, rtol=0, atol=0)
+
+
+def test_experts_are_matched_by_rank(nanotron_fixtures: Path) -> None:
+    run_world(2, load_experts, nanotron_fixtures)
+
+
+def load_scheduler(rank: int, fixtures: Path) -> None:
+    """Load the lr scheduler of both kinds of checkpoint into runs of both kinds."""
+    for name in (SOURCE, "head-llama_tied-z1-tp2-pp1-dp2-ep1"):
+        source = fixtures / "checkpoints" / name
+        for group_per_parameter in (False, True):
+            optimizer, context = build(source, "dp", group_per_parameter=group_per_parameter)
+            base = base_of(optimizer)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(base, [lambda step: 1.0] * len(base.param_groups))
+            with pytest.raises(TargetError, match="oad the optimizer first"):
+                plugin.load_lr_scheduler(scheduler, source)
+            plugin.load_optimizer(optimizer, context, source)
+            plugin.load_lr_scheduler(scheduler, source)
+            assert scheduler.last_epoch == 3
+            assert scheduler.base_lrs == [0.01] * len(base.param_groups)
+            assert len(scheduler.get_last_lr()) == len(base.param_groups)
+
+
+def test_lr_schedulers_of_every_kind(nanotron_fixtures: Path) -> None:
+    run_world(2, load_scheduler, nanotron_fixtures)
+
+
+def disagree(rank: int, checkpoint: Path) -> list[str]:
+    """Load a checkpoint whose copies of one tensor differ."""
+    messages = []
+    for policy in ("error", "lowest-rank"):
+        optimizer, context = build(checkpoint)
+        try:
+            plugin.load_optimizer(optimizer, context, checkpoint, replicas=policy)
+            messages.append("loaded")
+        except BridgeError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+            assert untouched(optimizer)
+    return messages
+
+
+def test_copies_that_differ_are_refused_unless_the_user_says_otherwise(nanotron_fixtures: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(nanotron_fixtures / "checkpoints" / SOURCE, damaged)
+    file = damaged / "optimizer" / "optimizer_pp-1-of-2_dp-0-of-2_tp-1-of-2_exp-0-of-1.pt"
+    content = torch.load(file, weights_only=True)
+    norm = next(number for number, name in content["names"].items() if "final_layer_norm" in name)
+    content["state"][norm]["exp_avg"][3] += 1
+    torch.save(content, file)
+    for refused, loaded in run_world(2, disagree, damaged):
+        assert refused.startswith("ReplicaMismatchError: ") and "copies differ in 1 elements" in refused
+        assert loaded == "loaded"
+
+
 def refuse(rank: int, fixtures: Path) -> list[str]:
     """Try loads that must be refused; return their errors."""
     good, untied = (fixtures / "checkpoints" / name for name in (SOURCE, "nt04-llama_untied-z1-tp2-pp1-dp2-ep1"))
@@ -128,13 +202,13 @@ def refuse(rank: int, fixtures: Path) -> list[str]:
     ]
     errors = []
     for model, source, kind, options in attempts:
-        optimizer, context = build(model, zero=False, kind=kind)
+        optimizer, context = build(model, kind=kind)
         try:
             plugin.load_optimizer(optimizer, context, source, **options)
         except BridgeError as error:
             errors.append(f"{type(error).__name__}: {error}")
         assert untouched(optimizer)
-    optimizer, context = build(good, zero=False)
+    optimizer, context = build(good)
     try:
         plugin.load_optimizer(base_of(optimizer), context, good)
     except BridgeError as error:
@@ -161,7 +235,7 @@ def test_what_is_refused_on_all_ranks(nanotron_fixtures: Path) -> None:
 def lose_a_rank(rank: int, fixtures: Path) -> str:
     """Load while rank 1 is killed in the middle of its masters."""
     source = fixtures / "checkpoints" / SOURCE
-    optimizer, context = build(source, zero=False)
+    optimizer, context = build(source)
     if rank == 1:
         whole = _Load.read_masters
         _Load.read_masters = lambda load: (whole(load), os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[assignment]

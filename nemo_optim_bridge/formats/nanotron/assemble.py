@@ -49,6 +49,9 @@ class Assembler:
         stages = self._stages()
         self._check_presence(stages)
         raise_all(self.problems)
+        self._check_shards()
+        self._check_groups(stages)
+        raise_all(self.problems)
         order = list(dict.fromkeys(fqn for stage in stages for fqn in stage))
         trained = set(order)
         frozen = [fqn for fqn in self.weights.layouts if fqn not in trained]
@@ -73,22 +76,28 @@ class Assembler:
         raise_all(self.problems)
         groups = _param_groups(hyperparameters)
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
-        manifest = self.builder.build(groups, steps, self._identities())
         scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
+        schedulers = scheduler.files if scheduler else {}
+        leftovers = [*leftovers, *(scheduler.leftovers if scheduler else ())]
         if scheduler is not None:
             raise_all(scheduler.problems(hyperparameters, self.root / "lr_scheduler"))
+        manifest = self.builder.build(groups, steps, self._identities(schedulers))
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]
         remarks = list(self._remarks(states, vocab_size, has_legacy_names, rebuilt, frozen, scheduler))
         return NanotronCheckpoint(
             self.root, self.dialect, self.topology, self.zero_stage, self.documents, self.facts, layouts, stage_of,
             tied, self.has_masters, states, hyperparameters, scheduler, manifest,
-            tuple(shard.path for shard in self.shards.values()), rebuilt, tuple(remarks),
+            (*(shard.path for shard in self.shards.values()), *schedulers), rebuilt, tuple(remarks),
             tuple(f"{name} does not belong to this checkpoint's topology; it is ignored" for name in names),
         )  # fmt: skip
 
-    def _identities(self) -> dict[str, Identity]:
-        identities = {str(shard.path): shard.identity for shard in self.shards.values()}
+    def _identities(self, schedulers: Mapping[Path, Identity]) -> dict[str, Identity]:
+        """Return what every file that counts was when it was read, so that no later version of one is mixed in."""
+        identities = {str(path): identity for path, identity in schedulers.items()}
+        for document in self.documents.all():
+            identities[str(document.path)] = document.identity
+        identities.update((str(shard.path), shard.identity) for shard in self.shards.values())
         identities.update(
             (str(shard.path), shard.identity) for shards in self.weights.shards.values() for shard in shards
         )
@@ -160,6 +169,37 @@ class Assembler:
                             "has only one of optimizer state and fp32 master", path=shard.path, key=fqn, rank=str(at)
                         )
                     )
+
+    def _check_groups(self, stages: Sequence[Sequence[str]]) -> None:
+        """Report ranks with more or fewer param groups than their dialect has: one, or one a parameter.
+
+        The group of an empty ZeRO-1 slice may be there or not.
+        """
+        for at, shard in self.shards.items():
+            mine = [fqn for fqn in stages[at.pp] if not (at.tp and self._only_on_first_tp(self.weights.layouts[fqn]))]
+            expected = {len(mine), len(shard.fqns)} if self.dialect.group_per_parameter else {1}
+            if shard.num_groups not in expected:
+                self.problems.append(
+                    ContradictionError(
+                        f"has {shard.num_groups} param groups instead of {max(expected)}", path=shard.path, rank=str(at)
+                    )
+                )
+
+    def _check_shards(self) -> None:
+        """Report weights that are no numbers to train, and sharding metadata of another revision."""
+        for fqn, shards in self.weights.shards.items():
+            if "float" not in self.weights.layouts[fqn].dtype:
+                problem = f"weight has dtype {self.weights.layouts[fqn].dtype}"
+                self.problems.append(ContradictionError(problem, path=shards[0].path, key=fqn))
+            for shard in shards if self.weights.layouts[fqn].is_sharded else ():
+                version = shard.array.metadata.get("version")
+                if version != self.dialect.shard_version:
+                    self.problems.append(
+                        ContradictionError(
+                            f"sharding metadata has version {shown(version)}, "
+                            f"{self.documents.metadata.path.name} {self.dialect.version}", path=shard.path, key=fqn,
+                        )
+                    )  # fmt: skip
 
     def _layouts(self, order: Sequence[str], vocab_size: int | None) -> dict[str, ParamLayout]:
         """Return every parameter's layout, vocabulary matrices with the true vocabulary."""

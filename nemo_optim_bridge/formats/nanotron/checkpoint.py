@@ -25,6 +25,7 @@ class NanotronCheckpoint:
     ``layouts`` holds every parameter in canonical order (stage by stage, without the tied copy), ``stage_of`` the
     pipeline stage of each block. ``states`` lists what the optimizer keeps per parameter, in the file's order: the
     dtype of a tensor, or a scalar with its value; ``hyperparameters`` are those of the parameter's group.
+    ``torch_files`` are those whose records carry CRCs.
     ``remarks`` are worth a line to the user, ``problems`` make ``inspect`` exit with 1.
     """
 
@@ -42,7 +43,7 @@ class NanotronCheckpoint:
     hyperparameters: Mapping[str, Mapping[str, Any]]
     scheduler: Scheduler | None
     manifest: Manifest
-    optimizer_files: tuple[Path, ...]
+    torch_files: tuple[Path, ...]
     rebuilt: tuple[str, ...]
     remarks: tuple[str, ...]
     problems: tuple[str, ...]

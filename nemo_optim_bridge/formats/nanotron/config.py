@@ -79,6 +79,10 @@ class Documents:
             read_json(root / "optimizer" / "optimizer_config.json"),
         )
 
+    def all(self) -> tuple[Document, ...]:
+        """Return the four documents."""
+        return self.metadata, self.model, self.config, self.optimizer
+
     def facts(self) -> ModelFacts:
         """Return the model's sizes."""
         model = self.model
@@ -206,7 +210,9 @@ def _metadata(source: Documents, dialect: Dialect, topology: Topology, remarks: 
         for stage in metas["data_stages"]:
             stage.setdefault("sequence_length", length)
             stage.setdefault("consumed_tokens_per_dataset_folder", {})
-        metas.setdefault("consumed_tokens_total", metas.get("consumed_train_samples", 0) * length)
+        if "consumed_tokens_total" not in metas:
+            samples = source.metadata.section("metas").integer("consumed_train_samples", 0, minimum=0)
+            metas["consumed_tokens_total"] = samples * length
         metadata["cp"] = 1
         metadata.setdefault("custom_metas", None)
     elif dialect.name == "moe":

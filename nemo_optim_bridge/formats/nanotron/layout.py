@@ -212,6 +212,13 @@ def format_slices(slices: Slices) -> str:
     return ";".join(f"{side(local)}#{side(whole)}" for local, whole in slices)
 
 
+def _size(text: str) -> int:
+    """Return a number spelled as nanotron spells it; ``int`` would take signs, underscores and other scripts too."""
+    if not (text.isascii() and text.isdigit() and len(text) < 20) or str(int(text)) != text:
+        raise ValueError(f"not a size: {text[:40]!r}")
+    return int(text)
+
+
 def parse_slices(text: str) -> Slices:
     """Return the slice pairs of a weight shard's metadata; raises ValueError when they are malformed."""
 
@@ -221,7 +228,7 @@ def parse_slices(text: str) -> Slices:
             return None
         if step not in ("None", "1"):
             raise ValueError(f"slice step {step}")
-        return int(start), int(stop)
+        return _size(start), _size(stop)
 
     def side(part: str) -> tuple[Slice, ...]:
         return tuple(one(dim) for dim in part.split("|"))
@@ -247,7 +254,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     numbers = [
         part[len("np.int64(") : -1] if part.startswith("np.int64(") and part[-1] == ")" else part for part in parts
     ]
-    return tuple(int(number) for number in numbers)
+    return tuple(map(_size, numbers))
 
 
 def shard_metadata(layout: ParamLayout, topology: Topology, tp: int, ep: int, version: str) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_optim_bridge.errors import (
@@ -33,21 +34,29 @@ _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 def resolve(path: Path) -> Path:
     """Return the checkpoint directory itself: ``path``, or the step that ``path/latest.txt`` names."""
-    hint = "give the directory of one checkpoint step"
-    try:
-        if not path.exists():
-            raise MissingSourceError("does not exist", path=path, hint=hint)
+    with _readable(path):
         if not path.is_dir():
-            raise MissingSourceError("is not a directory", path=path, hint=hint)
+            raise MissingSourceError(
+                "is not a directory" if path.exists() else "does not exist", path=path,
+                hint="give the directory of one checkpoint step",
+            )  # fmt: skip
         latest = path / "latest.txt"
         if (path / "model_config.json").exists() or not latest.is_file():
             return path
-        step = latest.read_text(errors="replace")[:40].strip()
+        with latest.open(errors="replace") as file:
+            step = file.read(40).strip()
         if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
             raise MissingSourceError(f"latest.txt names step {step!r}, which is not there", path=path)
         return path / step
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    """Turn the system's refusals to list or open something below ``root`` into CorruptFileError."""
+    try:
+        yield
     except OSError as error:
-        raise CorruptFileError(f"cannot be read: {error.strerror}", path=str(path)[:200]) from error
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=str(error.filename or root)[:400]) from error
 
 
 def is_nanotron(path: Path) -> bool:

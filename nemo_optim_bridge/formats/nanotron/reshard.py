@@ -94,7 +94,7 @@ class Reshard:
         """Return the bytes that ``run`` reads, each as often as it is read: checked, compared, hashed, and copied."""
         num_bytes = self.plan.num_bytes_read
         if self.options.check_crcs:
-            num_bytes += sum(path.stat().st_size for path in self.source.optimizer_files)
+            num_bytes += sum(path.stat().st_size for path in self.source.torch_files)
         if self.options.replicas == "error":
             num_bytes += 2 * Pairs.of_replicas(self.plan).num_bytes()
         if self.options.receipt:
@@ -214,7 +214,7 @@ def describe(topology: Topology, zero_stage: int, dialect: str) -> Mapping[str, 
 def require_valid_crcs(
     source: NanotronCheckpoint, team: Team, progress: Progress = lambda stage, total: ignore
 ) -> None:  # fmt: skip
-    """Check the CRC-32 of every record of the optimizer files; raises CorruptFileError that names file and record.
+    """Check the CRC-32 of every record of the torch files; raises CorruptFileError that names file and record.
 
     Files that were written without CRCs (all are 0) pass.
     """
@@ -232,6 +232,6 @@ def require_valid_crcs(
 
         return check
 
-    files = source.optimizer_files
+    files = source.torch_files
     sizes = [path.stat().st_size for path in files]
     team.map(make, files, sizes, progress("checking", sum(sizes)))

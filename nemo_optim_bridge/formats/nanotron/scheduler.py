@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.names import RankName, format_rank_name
+from nemo_optim_bridge.formats.nanotron.optimizer import exact
+from nemo_optim_bridge.formats.nanotron.weights import list_folder
 from nemo_optim_bridge.formats.topology import Topology
 from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
 
@@ -22,12 +26,15 @@ Entry = Mapping[str, Any]
 class Scheduler:
     """``template`` holds every key in order, lists that follow the param groups being None.
 
-    ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one.
+    ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one;
+    ``files`` what was read, as it was then; ``leftovers`` other files beside them.
     """
 
     template: Mapping[str, Any]
     entries: Mapping[str, Entry]
     common: Entry | None
+    files: Mapping[Path, Identity] = dataclasses.field(default_factory=dict)
+    leftovers: tuple[Path, ...] = ()
 
     def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
         """Return the scheduler state of a rank whose param groups hold these parameters.
@@ -36,7 +43,7 @@ class Scheduler:
         """
         rows = [self._entry(fqn) for fqn in fqns]
         if not dialect.group_per_parameter:
-            if any(row != rows[0] for row in rows):
+            if any(exact(row) != exact(rows[0]) for row in rows):
                 raise TargetError(
                     f"dialect {dialect.name} has one param group, but the learning rates of the parameters differ",
                     hint="keep the source's dialect",
@@ -59,11 +66,11 @@ class Scheduler:
         for fqn, values in hyperparameters.items():
             if not self.entries or fqn in self.entries:
                 continue
-            for name, field in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
-                if self.common is not None and name in self.common and self.common[name] != values.get(field):
+            for name, own in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+                if self.common is not None and name in self.common and self.common[name] != values.get(own):
                     yield ContradictionError(
                         f"has no entry for this parameter; the others' {name} is {self.common[name]}, but its group's "
-                        f"{field} is {values.get(field)}",
+                        f"{own} is {values.get(own)}",
                         path=path,
                         key=fqn,
                     )
@@ -106,11 +113,12 @@ def read_scheduler(
     template: dict[str, Any] | None = None
     entries: dict[str, Entry] = {}
     common: list[Entry] = []
+    files: dict[Path, Identity] = {}
     problems: list[BridgeError] = []
     for (pp, _, _), name in scheduler_files(dialect, topology).items():
         path = root / "lr_scheduler" / name
         try:
-            state = _read_state(path)
+            state, files[path] = _read_state(path)
         except BridgeError as error:
             problems.append(error)
             continue
@@ -125,22 +133,25 @@ def read_scheduler(
         scalars = {key: None if key in _PER_GROUP else value for key, value in state.items()}
         if template is None:
             template = scalars
-        elif template != scalars:
+        elif exact(template) != exact(scalars):
             problems.append(ContradictionError("differs from the lr_scheduler of another rank", path=path))
         rows = [{key: value[row] for key, value in lists.items()} for row in range(expected)]
-        common.extend(row for row in rows if row not in common)
+        for row in rows:
+            if not any(exact(row) == exact(known) for known in common):
+                common.append(row)
         if dialect.group_per_parameter:
             for fqn, row in zip(stages[pp], rows, strict=True):
-                if entries.setdefault(fqn, row) != row:
+                if exact(entries.setdefault(fqn, row)) != exact(row):
                     problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
     raise_all(problems)
-    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None)
+    leftovers = tuple(path for path in list_folder(root / "lr_scheduler") if path not in files)
+    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files, leftovers)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> tuple[dict[str, Any], Identity]:
     if not path.exists():
         raise MissingSourceError("lr_scheduler file is missing", path=path, hint="copy it from the original run")
-    identify(path)
+    identity = identify(path)
     state = read_torch_file(path).root
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ContradictionError("is not an lr_scheduler state", path=path)
@@ -149,4 +160,4 @@ def _read_state(path: Path) -> dict[str, Any]:
             raise ContradictionError(
                 f"{key} is a {type(value).__name__}: not an lr_scheduler that nanotron writes", path=path
             )
-    return state
+    return state, identity

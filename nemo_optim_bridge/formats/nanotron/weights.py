@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
+from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
 from nemo_optim_bridge.formats.nanotron.layout import (
     Experts,
@@ -174,6 +175,11 @@ def _expert_layout(
 
 def _metadata(shard: WeightShard) -> tuple[tuple[int, ...], Slices]:
     """Return a shard's unsharded shape and slices; raises ContradictionError when they are missing or malformed."""
+    unknown = sorted(set(shard.array.metadata) - {"version", "unsharded_shape", "local_global_slices_pairs"})
+    if unknown:
+        raise ContradictionError(
+            f"sharding metadata has unknown entries {shown(unknown)}", path=shard.path, key=shard.name.fqn
+        )
     try:
         shape = parse_shape(shard.array.metadata["unsharded_shape"])
         slices = parse_slices(shard.array.metadata["local_global_slices_pairs"])

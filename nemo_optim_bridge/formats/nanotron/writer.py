@@ -361,5 +361,5 @@ class _Layouter:
 
 
 def _scalar(scalar: Scalar) -> NewTensor | float:
-    """Return a scalar state as it was stored: a 0-dim tensor of its own, or a Python number."""
+    """Return a scalar state as it was stored: a tensor of its own, or a Python number."""
     return scalar.value if scalar.dtype is None else NewTensor(scalar.dtype, scalar.shape, scalar.data)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +14,11 @@ from typing import Any, Final
 
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, identify
 from nemo_optim_bridge.core.publish import check_output, new_directory
+from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
+from nemo_optim_bridge.core.receipt import encode, make_receipt
+from nemo_optim_bridge.core.survey import survey
 from nemo_optim_bridge.core.team import Progress, Team, Workers, ignore
+from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.documents import read_json
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile, opaque_classes
@@ -36,6 +42,7 @@ from nemo_optim_bridge.formats.torch_dist.saved import (
     read_saved,
 )
 from nemo_optim_bridge.formats.torch_dist.states import States, check_bytes, read_states
+from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
 
 _REWRITTEN: Final = frozenset({".metadata", "common.pt"})
 _LINKED: Final = {
@@ -51,7 +58,7 @@ class Options:
 
     ``key_style`` is for distributed_fused_adam, ``chained_prefix`` and ``torch_adam`` for megatron-core's optimizers.
     ``container`` and ``target_ep`` None mean: as in the source. ``no_decay`` are patterns of the names of parameters
-    without weight decay; empty means the default rule of the source's framework.
+    without weight decay; empty means the default rule of the source's framework. ``receipt`` reads and hashes all data.
     """
 
     to: str
@@ -64,6 +71,7 @@ class Options:
     torch_adam: bool = False
     scheduler_state: Path | None = None
     link: str = "auto"
+    receipt: bool = False
     overwrite: bool = False
     fsync: bool = True
 
@@ -130,17 +138,28 @@ class Conversion:
                 self.remarks.append(rounding.remark())
             metadata = renamed_metadata(self.document, lambda key: self.names.get(key, (key,)), moved)
             ways = self._link(root, folder)
+            if self.options.receipt:
+                _write(folder / RECEIPT_NAME, self._receipt(team or Workers(1), progress), self.options.fsync)
             _write(folder / "common.pt", self.common, self.options.fsync)
             _write(folder / ".metadata", metadata, self.options.fsync)
             if _identities(root, self.sizes) != before:
                 raise OutputError("the source changed while it was converted", path=root, hint="run it again")
         self.remarks.extend(_LINKED[way] for way, _ in ways.most_common())
 
+    def _receipt(self, team: Team, progress: Callable[[str, int], Progress]) -> bytes:
+        """Read all data of the source once; return the receipt."""
+        source, _ = open_torch_dist(Path(self.source.path))
+        surveyed = survey(source, team, progress=progress("hashing", whole_bytes(source.manifest)))
+        target = {"framework": source.framework, "layout": self.options.to, "topology": {}}
+        return encode(
+            make_receipt(source, surveyed, target=target, vocab_size=None, replicas=None, remarks=list(self.remarks))
+        )
+
     def _link(self, root: Path, folder: Path) -> Counter[str]:
         """Bring every other file of the source into ``folder``; return how often in which way."""
         ways: Counter[str] = Counter()
         for name in _files(root):
-            if name in _REWRITTEN:
+            if name in _REWRITTEN or name == RECEIPT_NAME:  # a receipt is of the source's own making
                 continue
             target = folder / name
             try:
@@ -157,6 +176,23 @@ def plan_convert(path: Path, out: Path, options: Options) -> Conversion:
     """Plan a conversion from headers alone; raises BridgeError with every reason why it is not possible."""
     check_output(out, (path,), overwrite=options.overwrite)
     _check_options(options)
+    with _collector_paused():
+        return _plan(path, out, options)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's cycle collector: it would walk again and again over millions of objects that are in no cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _plan(path: Path, out: Path, options: Options) -> Conversion:
     source, document = read_with_document(path)
     saved = read_saved(source.common, (*source.tensors, *source.objects), source.path)
     container = options.container or saved.container
@@ -259,10 +295,11 @@ def _shown(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(root: Path) -> list[str]:
-    """Return all files of a checkpoint, relative to it."""
+    """Return all regular files of a checkpoint, relative to it."""
     found = []
     for folder, _, names in os.walk(root):
-        found += [str((Path(folder) / name).relative_to(root)) for name in names]
+        paths = (Path(folder) / name for name in names)
+        found += [str(path.relative_to(root)) for path in paths if path.is_file()]
     return sorted(found)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -31,18 +32,20 @@ from nemo_optim_bridge.formats.torch_dist.reader import TorchDist
 from nemo_optim_bridge.formats.torch_dist.states import States
 from nemo_optim_bridge.formats.torch_zip import NewTensor, lay_out
 
-#: The name of the new file: no rank of a run writes one like it.
-FILE: Final = "__bridge_0.distcp"
 _BLOCK_ELEMENTS: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounding:
-    """Boxes of weights to write anew: ``rows`` are shards of the plan's target, ``elements`` how many are wrong."""
+    """Boxes of weights to write anew: ``rows`` are shards of the plan's target, ``elements`` how many are wrong.
+
+    ``file`` is the name of the new file: no rank of a run writes one like it, and the source has none.
+    """
 
     plan: Plan
     rows: tuple[int, ...]
     elements: int
+    file: str
 
     def remark(self) -> str:
         """Return what was found in words."""
@@ -50,7 +53,7 @@ class Rounding:
             return "every bf16 weight is its master rounded half up: nothing had to be written for exact remainders"
         return (
             f"bf16 weights that are not their master rounded half up: {self.elements}; boxes with them, written to "
-            f"{FILE}: {len(self.rows)}"
+            f"{self.file}: {len(self.rows)}"
         )
 
     def write(
@@ -62,7 +65,7 @@ class Rounding:
             return moved
         by_row = _pieces_by_row(self.plan)
         try:
-            with (folder / FILE).open("xb") as file, FileStore(self.plan.source.buffers) as store:
+            with (folder / self.file).open("xb") as file, FileStore(self.plan.source.buffers) as store:
                 gatherer = Gatherer(store)
                 for row in self.rows:
                     shard = self.plan.target.shards[row]
@@ -72,13 +75,13 @@ class Rounding:
                             box[_slices(where, shard.region)] = half_up(bits)
                     parts = lay_out(NewTensor("bfloat16", shard.region.shape, box.tobytes()), "archive")
                     data = b"".join(part.data for part in parts if hasattr(part, "data"))
-                    moved[shard.key.fqn, shard.region.offsets] = (FILE, file.tell(), len(data))
+                    moved[shard.key.fqn, shard.region.offsets] = (self.file, file.tell(), len(data))
                     file.write(data)
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
         except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror}", path=folder / FILE) from error
+            raise OutputError(f"cannot be written: {error.strerror}", path=folder / self.file) from error
         return moved
 
 
@@ -114,7 +117,7 @@ def find_ties(
         opened.extend(stores)
         master, weight = map(Gatherer, stores)
 
-        def count(piece: int) -> tuple[int, int]:
+        def count_wrong(piece: int) -> tuple[int, int]:
             row = int(plan.target_rows[piece])
             shard = plan.target.shards[row]
             found = 0
@@ -123,7 +126,7 @@ def find_ties(
                 report(bits.nbytes)
             return row, found
 
-        return count
+        return count_wrong
 
     meter = progress("reading masters", plan.num_bytes_read)
     opened: list[FileStore] = []  # by this process; those of forked workers end with them
@@ -136,7 +139,9 @@ def find_ties(
     for row, found in counted:
         if found:
             wrong[row] = wrong.get(row, 0) + found
-    return Rounding(plan, tuple(sorted(wrong)), sum(wrong.values()))
+    names = (f"__bridge_{number}.distcp" for number in count())
+    name = next(name for name in names if not (Path(checkpoint.path) / name).exists())
+    return Rounding(plan, tuple(sorted(wrong)), sum(wrong.values()), name)
 
 
 def _as_masters(weights: Manifest) -> Manifest:

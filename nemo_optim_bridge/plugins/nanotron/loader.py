@@ -175,7 +175,7 @@ def _share_of_replicas(plan: Plan, running: RunningOptimizer) -> Plan:
     small = pairs.shape.prod(axis=1) < _SMALL_REPLICA
     size = topology.tp * topology.dp * topology.ep
     number = (at.ep * topology.dp + at.dp) * topology.tp + at.tp
-    turn = np.arange(len(small)) % size
+    turn = np.cumsum(~small) % size  # the large ones are the same on every rank of the stage
     return replace(plan, replicas=plan.replicas[np.where(small, 0, turn) == number])
 
 

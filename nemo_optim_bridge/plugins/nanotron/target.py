@@ -227,4 +227,4 @@ def _group_problems(
 
 def own_share(source: NanotronCheckpoint, rank: int, num_ranks: int) -> NanotronCheckpoint:
     """Return the checkpoint with every ``num_ranks``-th optimizer file only: ranks check one file each, none twice."""
-    return replace(source, optimizer_files=source.optimizer_files[rank::num_ranks])
+    return replace(source, torch_files=source.torch_files[rank::num_ranks])

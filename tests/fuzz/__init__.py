@@ -1,0 +1,1 @@
+"""A seeded fuzzer of damaged and hostile checkpoints."""
