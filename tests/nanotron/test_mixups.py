@@ -304,3 +304,12 @@ def test_a_batch_systems_time_limit_leaves_nothing(number: signal.Signals, real:
     assert child.returncode == 2
     assert b"interrupted; nothing was written" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_that_the_file_names_need(copy_of: Real, refuse: Refuse) -> None:
+    root = copy_of(TP2)
+    edit_json(
+        root / "optimizer/optimizer_config.json", lambda config: config["parallelism"].pop("expert_parallel_size")
+    )
+    message = refuse(root, kind="ContradictionError")
+    assert "has no expert_parallel_size, but the names of the optimizer files tell expert-parallel ranks" in message

@@ -85,6 +85,12 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
     shards = {at: read_optimizer_shard(file, at) for at, file in files.items()}
     dialect = _dialect(documents, shards)
     raise_all(_group_problems(dialect, shards))
+    if not dialect.names_experts and not has_legacy_names:
+        raise ContradictionError(
+            "has no expert_parallel_size, but the names of the optimizer files tell expert-parallel ranks",
+            path=documents.optimizer.path,
+            hint="restore the configuration files of the run that saved the optimizer",
+        )
     return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
         vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
     )
