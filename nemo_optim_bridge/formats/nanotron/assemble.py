@@ -155,11 +155,13 @@ class Assembler:
                     MissingSourceError("parameter is missing from this rank", path=shard.path, key=fqn, rank=str(at))
                 )
             for fqn in sorted(set(shard.fqns) - expected):
-                self.problems.append(
-                    ContradictionError(
-                        "parameter is not on the first rank of this stage", path=shard.path, key=fqn, rank=str(at)
-                    )
-                )
+                if fqn not in stages[at.pp]:
+                    problem = "parameter is not on the first rank of this stage"
+                elif 0 in self.weights.layouts[fqn].shape:
+                    problem = "a parameter of no elements is not supported"
+                else:
+                    problem = "has state of a parameter that this rank has no part of"
+                self.problems.append(ContradictionError(problem, path=shard.path, key=fqn, rank=str(at)))
             if shard.masters is not None:
                 for fqn in sorted(set(shard.fqns) ^ set(shard.masters)):
                     self.problems.append(
