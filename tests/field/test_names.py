@@ -154,10 +154,9 @@ def give_own_rates(root: Path) -> dict[str, tuple[float, float]]:
             group.update(lr=lr, initial_lr=2 * lr, weight_decay=decay)
         torch.save(content, path)
         lrs = [own[fqn][0] for fqn in content["names"].values()]
-        edit_pt(
-            root / "lr_scheduler" / path.name.replace("optimizer", "lr_scheduler"),
-            lambda state, lrs=lrs: state.update(_last_lr=lrs, base_lrs=[2 * lr for lr in lrs]),
-        )
+        scheduler = root / "lr_scheduler" / path.name.replace("optimizer", "lr_scheduler")
+        state = torch.load(scheduler, weights_only=True)
+        torch.save({**state, "_last_lr": lrs, "base_lrs": [2 * lr for lr in lrs]}, scheduler)
     return own
 
 
