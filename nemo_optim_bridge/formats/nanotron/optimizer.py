@@ -189,6 +189,12 @@ def _groups(groups: Any, names: Mapping[int, str], path: Path) -> dict[str, Mapp
     for fqn in names.values():
         if fqn not in by_fqn:
             raise ContradictionError("parameter is in no param group", path=path, key=fqn)
+    listed = list(_group_ids(groups, path))
+    if listed != sorted(listed):  # torch and the lr scheduler's lists go by place, names and states by number
+        raise ContradictionError(
+            "the param groups list the parameters in another order than their numbers", path=path,
+            hint="torch numbers them in the order of the groups: copy the file again from the original run",
+        )  # fmt: skip
     return by_fqn
 
 

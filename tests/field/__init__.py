@@ -1,0 +1,1 @@
+"""Cases that killed people's runs elsewhere."""
