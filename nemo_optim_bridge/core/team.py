@@ -6,6 +6,7 @@ gets all results, or the same error.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -166,6 +167,7 @@ class Ranks:
 
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            atexit.register(torch.distributed.destroy_process_group)  # its threads must end before the interpreter does
         return cls()
 
     @property

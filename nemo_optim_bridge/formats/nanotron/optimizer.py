@@ -131,13 +131,7 @@ def _names(root: Mapping[str, Any], masters: Mapping[str, object] | None, path: 
     if not isinstance(names, dict):
         raise CorruptFileError("has no parameter names", path=path, hint="nanotron before v0.1 is not supported")
     groups = root.get("param_groups")
-    listed = list(_group_ids(groups, path))
-    ids = sorted(listed)
-    if listed != ids:  # torch and the lr scheduler's lists go by place, names and states by number
-        raise ContradictionError(
-            "the param groups list the parameters in another order than their numbers", path=path,
-            hint="torch numbers them in the order of the groups: copy the file again from the original run",
-        )  # fmt: skip
+    ids = sorted(_group_ids(groups, path))
     if masters is not None and set(ids) - set(names) and len(masters) == len(ids):
         inferred = dict(zip(ids, masters, strict=True))
         if any(inferred.get(number) != fqn for number, fqn in names.items()):
