@@ -17,7 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.builder import ManifestBuilder
+from nemo_optim_bridge.core.manifest import Manifest, TensorKey
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region, flat_range_boxes
 

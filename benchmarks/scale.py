@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.plan import PeakRss, plan_bytes, resident
-from nemo_optim_bridge.core.manifest import Buffer, Manifest, ShardTable, TensorKey, TensorSpec
+from nemo_optim_bridge.core.manifest import Buffer, BufferTable, Manifest, ShardTable, TensorKey, TensorSpec
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.region import flat_range_boxes
 from nemo_optim_bridge.formats.nanotron.layout import zero_slice
@@ -58,7 +58,7 @@ def manifest(tensors: tuple[TensorSpec, ...], tensor: Ints, rank: Ints, offsets:
     stride = np.stack([shape[:, 1], np.ones(len(shape), np.int64)], axis=1)
     table = ShardTable(tensors, tensor, rank, buffer, starts - first, offsets, shape, stride)
     files = zip(ranks.tolist(), sizes.tolist(), strict=True)
-    return Manifest(tensors, table, tuple(Buffer(f"rank{r}", 0, n * 4, "float32") for r, n in files))
+    return Manifest(tensors, table, BufferTable.of(Buffer(f"rank{r}", 0, n * 4, "float32") for r, n in files))
 
 
 def row_parts(tensor: Ints, parts: Ints, num_parts: int, rank: Ints) -> tuple[Ints, Ints, Ints, Ints]:

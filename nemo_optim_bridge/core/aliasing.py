@@ -64,7 +64,7 @@ def _folds(shape: IntArray, stride: IntArray) -> npt.NDArray[np.bool_]:
 def _interleaved(manifest: Manifest, rows: IntArray, extent: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
     """Yield the pairs of rows whose extents in their buffer overlap; at least one of each set of equal ones."""
     table = manifest.shards
-    capacity = np.array([buffer.nbytes for buffer in manifest.buffers], np.int64)
+    capacity = manifest.buffers.nbytes
     start = table.storage_offset[rows]
     place = (np.cumsum(capacity) - capacity)[table.buffer[rows]] + start
     suspect = crossing(place, np.maximum.accumulate(place + extent))

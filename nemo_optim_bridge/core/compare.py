@@ -77,8 +77,7 @@ class Pairs:
 
     def num_bytes(self) -> int:
         """Bytes of the right side."""
-        buffers = self.right.shards.buffer[self.right_rows].tolist()
-        itemsize = np.array([ITEMSIZE[self.right.buffers[number].dtype] for number in buffers], np.int64)
+        itemsize = self.right.buffers.itemsize()[self.right.shards.buffer[self.right_rows]]
         return int((self.shape.prod(axis=1) * itemsize).sum())
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_optim_bridge.core.gather import Gatherer, unsigned, window_boxes
-from nemo_optim_bridge.core.manifest import ITEMSIZE, IntArray, Manifest
+from nemo_optim_bridge.core.manifest import ITEMSIZE, IntArray
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.store import Store
 
@@ -23,7 +23,7 @@ class BufferFiller:
         self._plan = plan
         self._store = store
         self._gatherer = Gatherer(store)
-        self._dtypes = tuple(_dtype_numbers(side) for side in (plan.source, plan.target))
+        self._dtypes = (plan.source.buffers.dtype, plan.target.buffers.dtype)
         self._batches: list[_Batch] = []
 
     def row_elements(self, buffer: int) -> int:
@@ -110,12 +110,6 @@ class _Batch:
             tuple(source[d] for d in dims),
             tuple(target[d] for d in dims),
         )
-
-
-def _dtype_numbers(manifest: Manifest) -> IntArray:
-    """Return a number for the dtype of every buffer."""
-    number = {dtype: i for i, dtype in enumerate(ITEMSIZE)}
-    return np.array([number[buffer.dtype] for buffer in manifest.buffers], np.int64)
 
 
 def _leading(columns: IntArray, ndim: int) -> IntArray:

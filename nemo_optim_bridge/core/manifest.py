@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from nemo_optim_bridge.core.region import Region, contiguous_stride
-from nemo_optim_bridge.errors import BridgeError, ContradictionError, raise_all
+from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.errors import BridgeError, ContradictionError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,6 +28,8 @@ ITEMSIZE: Mapping[str, int] = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
+DTYPES = tuple(ITEMSIZE)
+_ITEMSIZES = np.array(list(ITEMSIZE.values()), np.int64)
 
 
 class TensorKey(NamedTuple):
@@ -66,6 +66,49 @@ class Buffer:
     offset: int
     nbytes: int
     dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BufferTable(Sequence[Buffer]):
+    """Buffers as columns: row ``i`` of every column is buffer ``i``; indexing yields ``Buffer`` views.
+
+    ``file`` numbers ``files``, ``dtype`` the names in DTYPES; ``offset`` and ``nbytes`` are in bytes.
+    """
+
+    files: tuple[str, ...]
+    file: IntArray
+    offset: IntArray
+    nbytes: IntArray
+    dtype: IntArray
+
+    @classmethod
+    def of(cls, buffers: Iterable[Buffer]) -> BufferTable:
+        """Return the columns of some buffers."""
+        listed = list(buffers)
+        numbers = {file: number for number, file in enumerate(dict.fromkeys(buffer.file for buffer in listed))}
+        rows = [(numbers[b.file], b.offset, b.nbytes, DTYPES.index(b.dtype)) for b in listed]
+        return cls(tuple(numbers), *np.array(rows, np.int64).reshape(-1, 4).T.copy())
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @overload
+    def __getitem__(self, row: int) -> Buffer: ...
+    @overload
+    def __getitem__(self, row: slice) -> BufferTable: ...
+    def __getitem__(self, row: int | slice) -> Buffer | BufferTable:
+        if isinstance(row, slice):
+            return BufferTable(self.files, self.file[row], self.offset[row], self.nbytes[row], self.dtype[row])
+        file, dtype = self.files[self.file[row]], DTYPES[self.dtype[row]]
+        return Buffer(file, int(self.offset[row]), int(self.nbytes[row]), dtype)
+
+    def itemsize(self) -> IntArray:
+        """Return the size of each buffer's elements, in bytes."""
+        return _ITEMSIZES[self.dtype]
+
+    def capacity(self) -> IntArray:
+        """Return how many elements each buffer holds."""
+        return self.nbytes // self.itemsize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +192,7 @@ class Manifest:
 
     tensors: tuple[TensorSpec, ...]
     shards: ShardTable
-    buffers: tuple[Buffer, ...]
+    buffers: BufferTable
     param_groups: tuple[ParamGroup, ...] = ()
     steps: Mapping[str, float] = field(default_factory=dict)  # fqn -> step
     identities: Mapping[str, Identity] = field(default_factory=dict)  # file -> identity
@@ -180,123 +223,7 @@ class Manifest:
         return sizes
 
 
-class ManifestBuilder:
-    """Collect tensors, buffers and shards; ``build`` validates them all, lists every problem, and raises once."""
-
-    def __init__(self) -> None:
-        self._specs: list[TensorSpec] = []
-        self._rows: dict[TensorKey, int] = {}
-        self._buffers: list[Buffer] = []
-        self._max_ndim = 1
-        self._fixed = array("q")  # tensor, rank, buffer, storage_offset per shard
-        self._dims: dict[int, tuple[array[int], array[int]]] = {}  # ndim -> (shard numbers, offsets+shape+stride)
-        self._problems: list[BridgeError] = []
-        self._broken_tensors: set[int] = set()  # reported already: their shards are not looked at
-        self._broken_buffers: set[int] = set()
-
-    def tensor(self, key: TensorKey, shape: Sequence[int], dtype: str) -> int:
-        """Declare a global tensor, or look it up again; a different shape or dtype is a contradiction."""
-        spec = TensorSpec(key, tuple(shape), dtype)
-        row = self._rows.setdefault(key, len(self._specs))
-        if row == len(self._specs):
-            if problem := _spec_problem(spec):
-                self._problems.append(problem)
-                self._broken_tensors.add(row)
-                spec = TensorSpec(key, (), dtype)
-            self._specs.append(spec)
-            self._max_ndim = max(self._max_ndim, len(spec.shape))
-        elif self._specs[row] != spec and row not in self._broken_tensors:
-            known = self._specs[row]
-            self._problems.append(
-                ContradictionError(f"declared as {known.dtype} {known.shape} and as {spec.dtype} {spec.shape}", key=key)
-            )
-        return row
-
-    def buffer(self, file: str, offset: int, nbytes: int, dtype: str) -> int:
-        """Declare a run of bytes and return its number."""
-        row = len(self._buffers)
-        buffer = Buffer(file, offset, nbytes, dtype)
-        if problem := _buffer_problem(buffer):
-            self._problems.append(problem)
-            self._broken_buffers.add(row)
-            buffer = Buffer(file, 0, 0, "uint8")
-        self._buffers.append(buffer)
-        return row
-
-    def shard(
-        self, tensor: int, region: Region, rank: int, buffer: int, storage_offset: int = 0,
-        stride: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        """Add one box; ``stride`` defaults to row-major over the region. Empty boxes are dropped.
-
-        Raises IndexError when ``tensor`` or ``buffer`` is not a number that this builder gave.
-        """
-        if not (0 <= tensor < len(self._specs) and 0 <= buffer < len(self._buffers)):
-            raise IndexError(f"no tensor {tensor} or no buffer {buffer}")
-        if not region.numel or tensor in self._broken_tensors or buffer in self._broken_buffers:
-            return
-        if stride is None:
-            stride = contiguous_stride(region.shape)
-        ndim = len(self._specs[tensor].shape)
-        if not len(stride) == len(region.shape) == ndim:
-            problem = f"box, or stride {tuple(stride)}, has not the tensor's {ndim} dimensions"
-        elif max(map(abs, (rank, storage_offset, *region.stops, *stride))) > LARGEST:
-            problem = f"storage offset {storage_offset} or stride {tuple(stride)} is too large"
-        else:
-            numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
-            numbers.append(len(self._fixed) // 4)
-            self._fixed.extend((tensor, rank, buffer, storage_offset))
-            dims.extend((*region.offsets, *region.shape, *stride))
-            return
-        key, path = self._specs[tensor].key, self._buffers[buffer].file
-        self._problems.append(ContradictionError(problem, path=path, key=key, region=region, rank=rank))
-
-    def build(
-        self,
-        param_groups: Sequence[ParamGroup] = (),
-        steps: Mapping[str, float] | None = None,
-        identities: Mapping[str, Identity] | None = None,
-    ) -> Manifest:
-        """Return the manifest; raises ContradictionError with every problem found."""
-        fixed = np.frombuffer(self._fixed, dtype=np.int64).reshape(-1, 4) if self._fixed else np.zeros((0, 4), np.int64)
-        count = len(fixed)
-        columns = np.zeros((3, count, self._max_ndim), np.int64)
-        columns[1] = 1
-        for ndim, (numbers, dims) in self._dims.items():
-            if ndim:
-                rows = np.frombuffer(numbers, dtype=np.int64)
-                values = np.frombuffer(dims, dtype=np.int64).reshape(-1, 3, ndim).swapaxes(0, 1)
-                columns[:, rows, self._max_ndim - ndim :] = values
-        specs = tuple(self._specs)
-        table = ShardTable(specs, *(fixed[:, i].copy() for i in range(4)), *columns)
-        manifest = Manifest(
-            specs, table, tuple(self._buffers), tuple(param_groups), dict(steps or {}), dict(identities or {})
-        )
-        raise_all([*self._problems, *_problems(manifest)])
-        return manifest
-
-
-def _spec_problem(spec: TensorSpec) -> ContradictionError | None:
-    """Return what is wrong with a tensor's declaration, if anything is."""
-    if any(size < 0 for size in spec.shape):
-        return ContradictionError(f"negative size in shape {spec.shape}", key=spec.key)
-    if prod(max(size, 1) for size in spec.shape) > LARGEST:
-        return ContradictionError(f"shape {spec.shape} has more than 2**53 elements", key=spec.key)
-    if spec.dtype not in ITEMSIZE:
-        return ContradictionError(f"unknown dtype {spec.dtype}", key=spec.key)
-    return None
-
-
-def _buffer_problem(buffer: Buffer) -> ContradictionError | None:
-    """Return what is wrong with a buffer's declaration, if anything is."""
-    if buffer.dtype not in ITEMSIZE:
-        return ContradictionError(f"unknown dtype {buffer.dtype}", path=buffer.file)
-    if not (0 <= buffer.offset <= LARGEST and 0 <= buffer.nbytes <= LARGEST):
-        return ContradictionError(f"no file has {buffer.nbytes} bytes at {buffer.offset}", path=buffer.file)
-    return None
-
-
-def _problems(manifest: Manifest) -> Iterator[BridgeError]:
+def problems_of(manifest: Manifest) -> Iterator[BridgeError]:
     """Yield what is wrong with a manifest's shards: boxes outside their tensor, views outside their buffer."""
     table = manifest.shards
     if not len(table):
@@ -328,7 +255,7 @@ def _outside(manifest: Manifest) -> BoolArray:
 def _overrun(manifest: Manifest) -> BoolArray:
     """Tell which views begin before their buffer or reach past its end."""
     table = manifest.shards
-    capacity = np.array([buffer.nbytes // ITEMSIZE[buffer.dtype] for buffer in manifest.buffers], np.int64)
+    capacity = manifest.buffers.capacity()
     last = table.storage_offset.astype(np.float64)  # where int64 would wrap
     for dim in range(table.shape.shape[1]):
         last += (table.shape[:, dim] - 1) * table.stride[:, dim].astype(np.float64)

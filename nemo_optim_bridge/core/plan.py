@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from nemo_optim_bridge.core.aliasing import shared_storage
 from nemo_optim_bridge.core.boxes import Boxes, BoxIndex, IntArray, intersect, volume
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, Shard, ShardTable
+from nemo_optim_bridge.core.manifest import Manifest, Shard, ShardTable
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, TargetError, raise_all
 
@@ -247,7 +247,7 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
     max_ndim = boxes.offsets.shape[1]
     sought = _boxes_of(table, table.tensor, wanted, max_ndim)
     query, found = index.find(sought)
-    capacity = np.array([buffer.nbytes // ITEMSIZE[buffer.dtype] for buffer in target.buffers], np.int64)
+    capacity = target.buffers.capacity()
     base = np.cumsum(capacity) - capacity
     stride = _padded(table.stride.take(wanted, axis=0), max_ndim, 0)
     origin = base[table.buffer[wanted]] + table.storage_offset[wanted] - _dot(sought.offsets, stride)
@@ -323,5 +323,5 @@ def _dot(a: IntArray, b: IntArray) -> IntArray:
 
 def _num_bytes(manifest: Manifest, rows: RowArray, shape: IntArray) -> int:
     """Return the bytes of boxes of ``shape`` in the given shards."""
-    itemsize = np.array([ITEMSIZE[buffer.dtype] for buffer in manifest.buffers], np.int64)
+    itemsize = manifest.buffers.itemsize()
     return int((volume(shape) * itemsize[manifest.shards.buffer[rows]]).sum()) if len(rows) else 0

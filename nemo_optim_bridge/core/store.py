@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from nemo_optim_bridge.core.manifest import Buffer, Identity, Manifest
+from nemo_optim_bridge.core.manifest import BufferTable, Identity, Manifest
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError
 
 _MAX_OPEN_FILES = 128
@@ -30,9 +30,10 @@ class FileStore:
     A file must stay the one that ``identities`` knows, or that was opened first: see ``check_unchanged``.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], identities: Mapping[str, Identity] | None = None) -> None:
-        self._buffers = buffers
-        self._open: OrderedDict[str, int] = OrderedDict()
+    def __init__(self, buffers: BufferTable, identities: Mapping[str, Identity] | None = None) -> None:
+        self._files = buffers.files
+        self._file, self._offset = buffers.file.data, buffers.offset.data  # as views: their items are Python's ints
+        self._open: OrderedDict[int, int] = OrderedDict()  # by number of the file
         self._seen: dict[str, Identity] = dict(identities or {})
         self.num_bytes_read = 0
 
@@ -51,22 +52,23 @@ class FileStore:
 
     def read_into(self, buffer: int, offset: int, out: memoryview) -> None:
         """Fill ``out``; raises CorruptFileError when the file ends too early, MissingSourceError without a file."""
-        run = self._buffers[buffer]
-        descriptor = self._descriptor(run.file)
-        position = run.offset + offset
+        number = self._file[buffer]
+        descriptor = self._descriptor(number)
+        position, stop = self._offset[buffer] + offset, self._offset[buffer] + offset + len(out)
         self.num_bytes_read += len(out)
-        while len(out):
+        while position < stop:
             try:
                 count = os.preadv(descriptor, [out], position)
             except OSError as error:
-                raise CorruptFileError(f"cannot be read: {error.strerror}", path=run.file) from error
+                raise CorruptFileError(f"cannot be read: {error.strerror}", path=self._files[number]) from error
             if not count:
                 raise CorruptFileError(
-                    f"ends at byte {position}, {len(out)} bytes too early", path=run.file,
+                    f"ends at byte {position}, {stop - position} bytes too early", path=self._files[number],
                     hint="copy the file again from the original run",
                 )  # fmt: skip
-            out = out[count:]
             position += count
+            if position < stop:
+                out = out[count:]
 
     def check_unchanged(self) -> None:
         """Raise SourceChangedError when a file that was read is no longer the one that was opened first."""
@@ -98,18 +100,19 @@ class FileStore:
         self.close()
         return os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def _descriptor(self, file: str) -> int:
-        descriptor = self._open.get(file)
+    def _descriptor(self, number: int) -> int:
+        descriptor = self._open.get(number)
         if descriptor is not None:
-            self._open.move_to_end(file)
+            self._open.move_to_end(number)
             return descriptor
+        file = self._files[number]
         if len(self._open) >= _MAX_OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         try:
             descriptor = self._open_file(file)
         except OSError as error:
             raise MissingSourceError(f"cannot be opened: {error.strerror}", path=file) from error
-        self._open[file] = descriptor
+        self._open[number] = descriptor
         identity = _identity(os.fstat(descriptor))
         if self._seen.setdefault(file, identity) != identity:
             raise SourceChangedError(

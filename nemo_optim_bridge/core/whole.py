@@ -8,9 +8,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import aligned_buffer
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorSpec
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import Store

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MODEL_STATES, WEIGHT, Checkpoint
 from nemo_optim_bridge.core.compare import require_equal_replicas
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import aligned_buffer, bounded_boxes
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorSpec
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorSpec
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.region import Region

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_optim_bridge.core.aliasing import shared_storage
-from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.builder import ManifestBuilder
+from nemo_optim_bridge.core.manifest import Manifest, TensorKey
 from nemo_optim_bridge.core.region import Region
 
 View = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, stride

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_optim_bridge.core import compare as compare_module
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.compare import Difference, Pairs, as_floats, compare, require_equal_replicas
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import MemoryStore

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_optim_bridge.core import execute, gather, write
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.execute import BufferFiller
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload, Sealed
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region

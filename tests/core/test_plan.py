@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.builder import ManifestBuilder
+from nemo_optim_bridge.core.manifest import Manifest, TensorKey
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.errors import ContradictionError, MissingSourceError, TargetError

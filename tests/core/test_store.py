@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_optim_bridge.core import store as store_module
-from nemo_optim_bridge.core.manifest import Buffer
+from nemo_optim_bridge.core.manifest import Buffer, BufferTable
 from nemo_optim_bridge.core.store import FileStore, MemoryStore
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError
 
@@ -19,13 +19,13 @@ def read(store: FileStore, buffer: int, offset: int, nbytes: int) -> bytes:
     return bytes(memory)
 
 
-def files(folder: Path, count: int, content: bytes = b"0123456789") -> list[Buffer]:
+def files(folder: Path, count: int, content: bytes = b"0123456789") -> BufferTable:
     buffers = []
     for number in range(count):
         path = folder / f"file {number}"
         path.write_bytes(content[number % len(content) :] + content[: number % len(content)])
         buffers.append(Buffer(str(path), 2, 8, "uint8"))
-    return buffers
+    return BufferTable.of(buffers)
 
 
 def num_open_files() -> int:
@@ -53,7 +53,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with (
-        FileStore([Buffer(str(tmp_path / "absent"), 0, 1, "uint8")]) as store,
+        FileStore(BufferTable.of([Buffer(str(tmp_path / "absent"), 0, 1, "uint8")])) as store,
         pytest.raises(MissingSourceError, match="cannot be opened: No such file"),
     ):
         read(store, 0, 0, 1)
@@ -61,7 +61,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_folder_cannot_be_read(tmp_path: Path) -> None:
     with (
-        FileStore([Buffer(str(tmp_path), 0, 1, "uint8")]) as store,
+        FileStore(BufferTable.of([Buffer(str(tmp_path), 0, 1, "uint8")])) as store,
         pytest.raises(CorruptFileError, match="cannot be read: Is a directory"),
     ):
         read(store, 0, 0, 1)

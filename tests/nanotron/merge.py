@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.execute import BufferFiller
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.plan import make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, TensorKey, TensorSpec
+from nemo_optim_bridge.core.builder import ManifestBuilder
+from nemo_optim_bridge.core.manifest import Manifest, TensorKey, TensorSpec
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.region import Region, flat_range_boxes
 

@@ -7,8 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, ManifestBuilder, ParamGroup, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, ParamGroup, TensorKey
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,

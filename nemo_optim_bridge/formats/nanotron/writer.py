@@ -9,8 +9,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.checkpoint import (

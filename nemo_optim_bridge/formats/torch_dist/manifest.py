@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, scalar
-from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, ParamGroup, TensorKey
+from nemo_optim_bridge.core.manifest import Manifest, ParamGroup, TensorKey
 from nemo_optim_bridge.core.regroup import effective_weight_decay
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
 from nemo_optim_bridge.formats.torch_dist.containers import model_prefix

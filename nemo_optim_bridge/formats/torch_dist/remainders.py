@@ -19,8 +19,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.gather import Gatherer, aligned_buffer, bounded_boxes
-from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, Shard, TensorKey
+from nemo_optim_bridge.core.manifest import Manifest, Shard, TensorKey
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore

@@ -1,0 +1,186 @@
+"""Collect what a checkpoint holds, one box or a column of boxes at a time, into a validated manifest."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_optim_bridge.core.manifest import (
+    DTYPES,
+    ITEMSIZE,
+    LARGEST,
+    BufferTable,
+    Identity,
+    Manifest,
+    ParamGroup,
+    ShardTable,
+    TensorKey,
+    TensorSpec,
+    problems_of,
+)
+from nemo_optim_bridge.core.region import Region, contiguous_stride
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, raise_all
+
+Rows = npt.NDArray[np.int64]
+
+
+class ManifestBuilder:
+    """Collect tensors, buffers and shards; ``build`` validates them all, lists every problem, and raises once."""
+
+    def __init__(self) -> None:
+        self._specs: list[TensorSpec] = []
+        self._rows: dict[TensorKey, int] = {}
+        self._files: dict[str, int] = {}
+        self._buffers = array("q")  # file, offset, nbytes, dtype per buffer
+        self._max_ndim = 1
+        self._fixed = array("q")  # tensor, rank, buffer, storage_offset per shard
+        self._dims: dict[int, tuple[array[int], array[int]]] = {}  # ndim -> (shard numbers, offsets+shape+stride)
+        self._problems: list[BridgeError] = []
+        self._broken_tensors: set[int] = set()  # reported already: their shards are not looked at
+        self._broken_buffers: set[int] = set()
+
+    def tensor(self, key: TensorKey, shape: Sequence[int], dtype: str) -> int:
+        """Declare a global tensor, or look it up again; a different shape or dtype is a contradiction."""
+        spec = TensorSpec(key, tuple(shape), dtype)
+        row = self._rows.setdefault(key, len(self._specs))
+        if row == len(self._specs):
+            if problem := _spec_problem(spec):
+                self._problems.append(problem)
+                self._broken_tensors.add(row)
+                spec = TensorSpec(key, (), dtype)
+            self._specs.append(spec)
+            self._max_ndim = max(self._max_ndim, len(spec.shape))
+        elif self._specs[row] != spec and row not in self._broken_tensors:
+            known = self._specs[row]
+            self._problems.append(
+                ContradictionError(f"declared as {known.dtype} {known.shape} and as {spec.dtype} {spec.shape}", key=key)
+            )
+        return row
+
+    def buffer(self, file: str, offset: int, nbytes: int, dtype: str) -> int:
+        """Declare a run of bytes and return its number."""
+        row = len(self._buffers) // 4
+        if problem := _buffer_problem(file, offset, nbytes, dtype):
+            self._problems.append(problem)
+            self._broken_buffers.add(row)
+            offset, nbytes, dtype = 0, 0, "uint8"
+        self._buffers.extend((self._files.setdefault(file, len(self._files)), offset, nbytes, _NUMBER[dtype]))
+        return row
+
+    def buffers(self, file: str, offset: Rows, nbytes: Rows, dtype: Rows) -> Rows:
+        """Declare many runs of bytes of one file, ``dtype`` numbering DTYPES, and return their numbers."""
+        first = len(self._buffers) // 4
+        bad = (offset < 0) | (offset > LARGEST) | (nbytes < 0) | (nbytes > LARGEST)
+        if bad.any():
+            columns = (column.tolist() for column in (offset, nbytes, dtype))
+            return np.array([self.buffer(file, o, n, DTYPES[d]) for o, n, d in zip(*columns, strict=True)], np.int64)
+        number = self._files.setdefault(file, len(self._files))
+        rows = np.stack([np.full(len(offset), number), offset, nbytes, dtype], axis=1, dtype=np.int64)
+        self._buffers.frombytes(rows.tobytes())
+        return np.arange(first, first + len(offset))
+
+    def shard(
+        self, tensor: int, region: Region, rank: int, buffer: int, storage_offset: int = 0,
+        stride: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Add one box; ``stride`` defaults to row-major over the region. Empty boxes are dropped.
+
+        Raises IndexError when ``tensor`` or ``buffer`` is not a number that this builder gave.
+        """
+        if not (0 <= tensor < len(self._specs) and 0 <= buffer < len(self._buffers) // 4):
+            raise IndexError(f"no tensor {tensor} or no buffer {buffer}")
+        if not region.numel or tensor in self._broken_tensors or buffer in self._broken_buffers:
+            return
+        if stride is None:
+            stride = contiguous_stride(region.shape)
+        ndim = len(self._specs[tensor].shape)
+        problem = _box_problem(ndim, region, rank, storage_offset, stride)
+        if problem is None:
+            numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
+            numbers.append(len(self._fixed) // 4)
+            self._fixed.extend((tensor, rank, buffer, storage_offset))
+            dims.extend((*region.offsets, *region.shape, *stride))
+            return
+        key, path = self._specs[tensor].key, list(self._files)[self._buffers[4 * buffer]]
+        self._problems.append(ContradictionError(problem, path=path, key=key, region=region, rank=rank))
+
+    def shards(
+        self, tensor: Rows, region: Region, rank: int, buffer: Rows, storage_offset: int, stride: Sequence[int]
+    ) -> None:
+        """Add the same box of many tensors of one rank, each stored alike in a buffer of its own."""
+        ndim = len(region.shape)
+        is_alike = {len(self._specs[row].shape) for row in tensor.tolist()} == {ndim}
+        in_bulk = is_alike and not self._broken_tensors and not self._broken_buffers and region.numel
+        if not in_bulk or _box_problem(ndim, region, rank, storage_offset, stride) is not None:
+            for one, at in zip(tensor.tolist(), buffer.tolist(), strict=True):
+                self.shard(one, region, rank, at, storage_offset, stride)
+            return
+        first, count = len(self._fixed) // 4, len(tensor)
+        numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
+        numbers.extend(range(first, first + count))
+        rows = [tensor, np.full(count, rank), buffer, np.full(count, storage_offset)]
+        self._fixed.frombytes(np.stack(rows, axis=1, dtype=np.int64).tobytes())
+        dims.extend(array("q", (*region.offsets, *region.shape, *stride)) * count)
+
+    def build(
+        self,
+        param_groups: Sequence[ParamGroup] = (),
+        steps: Mapping[str, float] | None = None,
+        identities: Mapping[str, Identity] | None = None,
+    ) -> Manifest:
+        """Return the manifest; raises ContradictionError with every problem found."""
+        fixed = _columns(self._fixed, 4)
+        columns = np.zeros((3, len(fixed), self._max_ndim), np.int64)
+        columns[1] = 1
+        for ndim, (numbers, dims) in self._dims.items():
+            if ndim:
+                rows = np.frombuffer(numbers, dtype=np.int64)
+                columns[:, rows, self._max_ndim - ndim :] = _columns(dims, 3 * ndim).reshape(-1, 3, ndim).swapaxes(0, 1)
+        specs = tuple(self._specs)
+        table = ShardTable(specs, *(fixed[:, i].copy() for i in range(4)), *columns)
+        buffers = BufferTable(tuple(self._files), *_columns(self._buffers, 4).T.copy())
+        manifest = Manifest(specs, table, buffers, tuple(param_groups), dict(steps or {}), dict(identities or {}))
+        raise_all([*self._problems, *problems_of(manifest)])
+        return manifest
+
+
+_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def _columns(values: array[int], width: int) -> npt.NDArray[Any]:
+    """Return what was collected row by row as a (rows, width) array."""
+    return np.frombuffer(values, np.int64).reshape(-1, width) if values else np.zeros((0, width), np.int64)
+
+
+def _spec_problem(spec: TensorSpec) -> ContradictionError | None:
+    """Return what is wrong with a tensor's declaration, if anything is."""
+    if any(size < 0 for size in spec.shape):
+        return ContradictionError(f"negative size in shape {spec.shape}", key=spec.key)
+    if prod(max(size, 1) for size in spec.shape) > LARGEST:
+        return ContradictionError(f"shape {spec.shape} has more than 2**53 elements", key=spec.key)
+    if spec.dtype not in ITEMSIZE:
+        return ContradictionError(f"unknown dtype {spec.dtype}", key=spec.key)
+    return None
+
+
+def _buffer_problem(file: str, offset: int, nbytes: int, dtype: str) -> ContradictionError | None:
+    """Return what is wrong with a buffer's declaration, if anything is."""
+    if dtype not in ITEMSIZE:
+        return ContradictionError(f"unknown dtype {dtype}", path=file)
+    if not (0 <= offset <= LARGEST and 0 <= nbytes <= LARGEST):
+        return ContradictionError(f"no file has {nbytes} bytes at {offset}", path=file)
+    return None
+
+
+def _box_problem(ndim: int, region: Region, rank: int, storage_offset: int, stride: Sequence[int]) -> str | None:
+    """Return why a box cannot be entered for a tensor of ``ndim`` dimensions, if so."""
+    if not len(stride) == len(region.shape) == ndim:
+        return f"box, or stride {tuple(stride)}, has not the tensor's {ndim} dimensions"
+    if max(map(abs, (rank, storage_offset, *region.stops, *stride))) > LARGEST:
+        return f"storage offset {storage_offset} or stride {tuple(stride)} is too large"
+    return None
