@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from nemo_optim_bridge.core.builder import ManifestBuilder
-from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, ParamGroup, TensorKey
+from nemo_optim_bridge.core.checkpoint import WEIGHT
+from nemo_optim_bridge.core.manifest import Identity, ParamGroup, TensorKey
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -21,9 +21,10 @@ from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint, is_row_bias, zero_config_entry
 from nemo_optim_bridge.formats.nanotron.config import Documents, ModelFacts
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
-from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, format_shape, zero_slice
+from nemo_optim_bridge.formats.nanotron.entries import Entries
+from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, zero_slice
 from nemo_optim_bridge.formats.nanotron.names import EMBEDDING, LM_HEAD, block_of
-from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar, exact
+from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar, exact, remembered
 from nemo_optim_bridge.formats.nanotron.pipeline import blocks_of
 from nemo_optim_bridge.formats.nanotron.scheduler import Scheduler, read_scheduler
 from nemo_optim_bridge.formats.nanotron.weights import Weights
@@ -308,49 +309,10 @@ class Assembler:
         self, layouts: Mapping[str, ParamLayout]
     ) -> tuple[dict[str, Mapping[str, str | Scalar]], dict[str, Mapping[str, Any]]]:
         """Add all states and masters; return what is kept, and the hyperparameters, by parameter."""
-        states: dict[str, Mapping[str, str | Scalar]] = {}
-        hyperparameters: dict[str, Mapping[str, Any]] = {}
-        exact_once = _exact_once()
-
-        def report(problem: str, shard: OptimizerShard, fqn: str) -> None:
-            self.problems.append(ContradictionError(problem, path=shard.path, key=fqn, rank=str(shard.at)))
-
-        for at, shard in sorted(self.shards.items(), key=lambda item: self.topology.rank(item[0])):
-            for fqn in shard.fqns:
-                layout = layouts[fqn]
-                entries = shard.states.get(fqn, {})
-                mine = {key: value if isinstance(value, Scalar) else value.dtype for key, value in entries.items()}
-                known = states.setdefault(fqn, mine)
-                if known != mine:
-                    report(f"has states {_shown(mine)}, other ranks {_shown(known)}", shard, fqn)
-                    continue
-                tensors = {key: (value, value.dtype) for key, value in entries.items() if not isinstance(value, Scalar)}
-                if shard.masters is not None:
-                    tensors[MASTER] = (shard.masters[fqn], "float32")
-                here = shard.hyperparameters[fqn]
-                if exact_once(hyperparameters.setdefault(fqn, here)) != exact_once(here):
-                    report("has other hyperparameters than on other ranks", shard, fqn)
-                flat = self._slice(layout, at)
-                expected = (flat[1] - flat[0],) if self.zero_stage else layout.local_shape(self.topology)
-                for key, (stored, dtype) in tensors.items():
-                    if self.zero_stage and stored.stride != (1,):
-                        report(f"{key} is a strided view of its storage, not a slice", shard, fqn)
-                        continue
-                    if stored.shape != expected or stored.dtype != dtype:
-                        found = f"{stored.dtype} and shape {format_shape(stored.shape)}"
-                        report(f"{key} has dtype {found}, not {dtype} {format_shape(expected)}", shard, fqn)
-                        continue
-                    size = ITEMSIZE[stored.dtype]
-                    offset = stored.record.offset + stored.storage_offset * size
-                    nbytes = stored.record.nbytes - stored.storage_offset * size
-                    buffer = self.builder.buffer(str(shard.path), offset, nbytes, stored.dtype)
-                    targets = [key, WEIGHT] if key == MASTER and fqn in self.weights.lost else [key]
-                    for state in targets:
-                        final = layout.dtype if state == WEIGHT else dtype
-                        tensor = self.builder.tensor(TensorKey(fqn, state), layout.shape, final)
-                        stride = None if self.zero_stage else stored.stride
-                        for view in layout.views(self.topology, at.tp, at.ep, flat, stride):
-                            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
+        entries = Entries(self.builder, self.topology, self.zero_stage, layouts, self.weights.lost)
+        for _, shard in sorted(self.shards.items(), key=lambda item: self.topology.rank(item[0])):
+            entries.add(shard)
+        self.problems.extend(entries.problems)
         for fqn in self.weights.lost & set(layouts):
             if not self.has_masters:
                 self.problems.append(
@@ -360,7 +322,7 @@ class Assembler:
                         hint="the weights of all experts but one are lost: nothing can be re-sharded",
                     )
                 )  # fmt: skip
-        return states, hyperparameters
+        return entries.states, entries.hyperparameters
 
     def _remarks(
         self, states: Mapping[str, Mapping[str, str | Scalar]], vocab_size: int | None, has_legacy_names: bool,
@@ -420,25 +382,7 @@ def facts_problems(facts: ModelFacts, layouts: Mapping[str, ParamLayout], path: 
 def _param_groups(hyperparameters: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
     """Return parameters with equal hyperparameters as one group each, in order of first appearance."""
     groups: dict[object, tuple[Mapping[str, Any], list[str]]] = {}
-    exact_once = _exact_once()
+    exact_once = remembered(exact)
     for fqn, values in hyperparameters.items():
         groups.setdefault(exact_once(values), (values, []))[1].append(fqn)
     return [ParamGroup(tuple(fqns), values) for values, fqns in groups.values()]
-
-
-def _exact_once() -> Callable[[Mapping[str, Any]], object]:
-    """Return ``exact`` with a memory: parameters of one group share one mapping, which must not be freed meanwhile."""
-    known: dict[int, object] = {}
-
-    def exact_once(values: Mapping[str, Any]) -> object:
-        if id(values) not in known:
-            known[id(values)] = exact(values)
-        return known[id(values)]
-
-    return exact_once
-
-
-def _shown(states: Mapping[str, str | Scalar]) -> str:
-    return ", ".join(
-        f"{key} {value.value:g}" if isinstance(value, Scalar) else f"{key} {value}" for key, value in states.items()
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
-from nemo_optim_bridge.core.manifest import Identity
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, IntArray
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all
 from nemo_optim_bridge.formats.nanotron.names import is_fqn, parse_rank_name
@@ -27,6 +28,18 @@ class Scalar(NamedTuple):
     value: float
 
 
+def remembered(function: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return ``function`` with a memory by identity, for values that many share and that are not freed meanwhile."""
+    known: dict[int, object] = {}
+
+    def once(value: Any) -> object:
+        if id(value) not in known:
+            known[id(value)] = function(value)
+        return known[id(value)]
+
+    return once
+
+
 def exact(value: Any) -> object:
     """Return a hyperparameter so that equal means the same bits: types, the sign of zero and NaN count."""
     if isinstance(value, Mapping):
@@ -36,16 +49,36 @@ def exact(value: Any) -> object:
     return type(value).__name__, value.hex() if isinstance(value, float) else value
 
 
-@dataclass(frozen=True, slots=True)
+class Form(NamedTuple):
+    """How a tensor is stored; ``stride`` in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OptimizerShard:
-    """What one rank saved. ``fqns`` are its parameters in the order of nanotron's integer ids."""
+    """What one rank saved. ``fqns`` are its parameters in the order of nanotron's integer ids.
+
+    Parameter ``i`` has the states ``kinds[kind[i]]`` (the dtype of a tensor, or a scalar with its value) and the
+    hyperparameters ``groups[group[i]]``. Its tensors are entries of the columns ``form`` (which of ``forms``),
+    ``offset`` (bytes, of the first element in the file) and ``nbytes`` (from there to the end of the record): states in
+    the order of its kind, the fp32 master last. ``masters`` lists who has one; None when the file keeps none.
+    """
 
     path: Path
     at: Coordinates
     fqns: tuple[str, ...]
-    states: Mapping[str, Mapping[str, StoredTensor | Scalar]]
-    masters: Mapping[str, StoredTensor] | None
-    hyperparameters: Mapping[str, Mapping[str, Any]]
+    kinds: tuple[Mapping[str, str | Scalar], ...]
+    kind: IntArray
+    groups: tuple[Mapping[str, Any], ...]
+    group: IntArray
+    masters: tuple[str, ...] | None
+    forms: tuple[Form, ...]
+    form: IntArray
+    offset: IntArray
+    nbytes: IntArray
     num_groups: int
     largest_group: int
     identity: Identity
@@ -57,42 +90,89 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
     Raises CorruptFileError or ContradictionError that names the file.
     """
     identity = identify(path)
-    file = read_torch_file(path)
-    _check_folder(file, path, at)
-    root = file.root
-    if not isinstance(root, dict) or not isinstance(root.get("state"), dict):
-        raise CorruptFileError("holds no optimizer state", path=path, hint="is this a nanotron optimizer file?")
-    unknown = sorted(str(key) for key in set(root) - {"state", "param_groups", "names", "gradient_accumulator"})
-    if unknown:
-        raise CorruptFileError(f"has unknown entries {', '.join(unknown)}", path=path)
-    masters = _masters(root, path)
-    names = _names(root, masters, path)
-    states: dict[str, dict[str, StoredTensor | Scalar]] = {}
-    for number, entries in root["state"].items():
-        if number not in names or not isinstance(entries, dict):
-            raise ContradictionError(f"state {number!r} has no name or no entries", path=path)
-        fqn = names[number]
-        states[fqn] = {}
+    try:
+        opened = path.open("rb", buffering=0)
+    except OSError as error:
+        raise CorruptFileError(f"cannot be read: {error.strerror}", path=path) from error
+    with opened:
+        return _Reader(path, at, opened.fileno()).shard(identity)
+
+
+class _Reader:
+    """Reads one open optimizer file into columns; what repeats from parameter to parameter is kept once."""
+
+    def __init__(self, path: Path, at: Coordinates, fd: int) -> None:
+        self._path, self._at, self._fd = path, at, fd
+        self._file = read_torch_file(path, fd=fd)
+        self._kinds: dict[object, tuple[int, Mapping[str, str | Scalar]]] = {}
+        self._scalars: dict[object, Scalar] = {}
+        self._forms: dict[Form, int] = {}
+        self._entries = array("q")  # form, offset, nbytes of each tensor
+
+    def shard(self, identity: Identity) -> OptimizerShard:
+        """Return what the file says."""
+        path, root = self._path, self._file.root
+        _check_folder(self._file, path, self._at)
+        if not isinstance(root, dict) or not isinstance(root.get("state"), dict):
+            raise CorruptFileError("holds no optimizer state", path=path, hint="is this a nanotron optimizer file?")
+        unknown = sorted(str(key) for key in set(root) - {"state", "param_groups", "names", "gradient_accumulator"})
+        if unknown:
+            raise CorruptFileError(f"has unknown entries {', '.join(unknown)}", path=path)
+        masters = _masters(root, path)
+        names = _names(root, masters, path)
+        for number, entries in root["state"].items():
+            if number not in names or not isinstance(entries, dict):
+                raise ContradictionError(f"state {number!r} has no name or no entries", path=path)
+        groups = root["param_groups"]
+        hyperparameters = _groups(groups, names, path)
+        numbers = sorted(names)
+        if list(names) != numbers:
+            raise ContradictionError("parameter numbers are not in order", path=path)
+        order = tuple(names.values())
+        self._check_order(order, masters)
+        kind = [self._read(names[number], root["state"].get(number, {}), masters or {}) for number in numbers]
+        distinct: dict[object, tuple[int, Mapping[str, Any]]] = {}
+        exact_once = remembered(exact)
+        group = [distinct.setdefault(exact_once(hyperparameters[fqn]), (len(distinct), hyperparameters[fqn]))[0]
+                 for fqn in order]  # fmt: skip
+        form, offset, nbytes = np.array(self._entries, np.int64).reshape(-1, 3).T.copy()
+        return OptimizerShard(
+            path, self._at, order, tuple(found for _, found in self._kinds.values()), np.array(kind, np.int64),
+            tuple(found for _, found in distinct.values()), np.array(group, np.int64),
+            None if masters is None else order if order == tuple(masters) else tuple(masters),
+            tuple(self._forms), form, offset, nbytes, len(groups),
+            max((len(group["params"]) for group in groups), default=0), identity,
+        )  # fmt: skip
+
+    def _check_order(self, order: tuple[str, ...], masters: Mapping[str, StoredTensor] | None) -> None:
+        named = set(order)
+        if masters is not None and [fqn for fqn in masters if fqn in named] != [fqn for fqn in order if fqn in masters]:
+            raise ContradictionError(
+                "names and gradient_accumulator list the parameters differently", path=self._path,
+                hint="one of them was edited or mixed up: copy the file again from the original run",
+            )  # fmt: skip
+
+    def _read(self, fqn: str, entries: Mapping[Any, object], masters: Mapping[str, StoredTensor]) -> int:
+        """Enter the tensors of one parameter; return the number of its kind."""
+        kind: dict[str, str | Scalar] = {}
         for key, value in entries.items():
             if not isinstance(key, str) or key in (MASTER, WEIGHT):
-                raise ContradictionError(f"{key!r} cannot be the name of an optimizer state", path=path, key=fqn)
+                raise ContradictionError(f"{key!r} cannot be the name of an optimizer state", path=self._path, key=fqn)
             if key == "step" or not isinstance(value, StoredTensor):
-                states[fqn][key] = _scalar(file, value, fqn, key)
+                scalar = _scalar(self._file, self._fd, value, fqn, key)
+                kind[key] = self._scalars.setdefault((scalar[:3], repr(scalar.value)), scalar)
             else:
-                states[fqn][key] = value
-    groups = root["param_groups"]
-    hyperparameters = _groups(groups, names, path)
-    largest = max((len(group["params"]) for group in groups), default=0)
-    order = [names[number] for number in sorted(names)]
-    if list(names) != sorted(names):
-        raise ContradictionError("parameter numbers are not in order", path=path)
-    named = set(order)
-    if masters is not None and [fqn for fqn in masters if fqn in named] != [fqn for fqn in order if fqn in masters]:
-        raise ContradictionError(
-            "names and gradient_accumulator list the parameters differently", path=path,
-            hint="one of them was edited or mixed up: copy the file again from the original run",
-        )  # fmt: skip
-    return OptimizerShard(path, at, tuple(order), states, masters, hyperparameters, len(groups), largest, identity)
+                kind[key] = value.dtype
+                self._enter(value)
+        if fqn in masters:
+            self._enter(masters[fqn])
+        known = tuple((key, value if isinstance(value, str) else id(value)) for key, value in kind.items())
+        return self._kinds.setdefault(known, (len(self._kinds), kind))[0]
+
+    def _enter(self, stored: StoredTensor) -> None:
+        start = stored.storage_offset * ITEMSIZE[stored.dtype]
+        form = self._forms.setdefault(Form(stored.dtype, stored.shape, stored.stride), len(self._forms))
+        self._entries.extend((form, stored.record.offset + start, stored.record.nbytes - start))
 
 
 def _check_folder(file: TorchFile, path: Path, at: Coordinates) -> None:
@@ -198,13 +278,13 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _scalar(file: TorchFile, value: object, fqn: str, key: str) -> Scalar:
+def _scalar(file: TorchFile, fd: int, value: object, fqn: str, key: str) -> Scalar:
     if isinstance(value, StoredTensor):
         if value.shape not in ((), (1,)) or value.dtype not in ("float32", "float64", "int64", "int32"):
             raise ContradictionError(
                 f"{key} has dtype {value.dtype} and shape {value.shape}, not one number", path=file.path, key=fqn
             )
-        data = file.read(value)
+        data = file.read(value, fd=fd)
         number = float(np.frombuffer(data, value.dtype)[0])
         if key == "step" and not (number >= 0 and number.is_integer()):
             raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
