@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nemo_optim_bridge.core.gather import Gatherer, unsigned, window_boxes
-from nemo_optim_bridge.core.manifest import ITEMSIZE, IntArray
+from nemo_optim_bridge.core.manifest import DTYPES, ITEMSIZE, IntArray
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.store import Store
 
@@ -23,7 +24,6 @@ class BufferFiller:
         self._plan = plan
         self._store = store
         self._gatherer = Gatherer(store)
-        self._dtypes = (plan.source.buffers.dtype, plan.target.buffers.dtype)
         self._batches: list[_Batch] = []
 
     def row_elements(self, buffer: int) -> int:
@@ -50,6 +50,29 @@ class BufferFiller:
             else:
                 self._fill_strided(batch, piece, out.view(unsigned(run.dtype)), run.dtype, first, last)
 
+    def fill_whole(self, first: int, starts: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """Fill whole target buffers, numbered from ``first`` on: number ``first + i`` goes to byte ``starts[i]``."""
+        table = self._plan.target.buffers[first : first + len(starts)]
+        itemsize = table.itemsize()
+        batch, pieces = self._pieces(first, first + len(starts) - 1)
+        owner = batch.target_buffer[pieces] - first
+        covered = np.bincount(owner, batch.numel[pieces], len(starts)) * itemsize
+        for gap in np.flatnonzero(covered != table.nbytes).tolist():
+            out[starts[gap] : starts[gap] + int(table.nbytes[gap])] = 0
+        size = itemsize[owner]
+        start = np.asarray(starts, np.int64)[owner] + batch.target_offset[pieces] * size
+        flat = batch.is_flat[pieces]
+        stop = start + batch.numel[pieces] * size
+        offset = batch.source_offset[pieces] * size
+        view, read = out.data, self._store.read_into
+        columns = (batch.source_buffer[pieces], offset, start, stop)
+        for buffer, at, a, b in zip(*(column[flat].tolist() for column in columns), strict=True):
+            read(buffer, at, view[a:b])
+        for piece, number in zip(pieces[~flat].tolist(), owner[~flat].tolist(), strict=True):
+            dtype, nbytes = DTYPES[table.dtype[number]], int(table.nbytes[number])
+            buffer = out[starts[number] : starts[number] + nbytes].view(unsigned(dtype))
+            self._fill_strided(batch, piece, buffer, dtype, 0, len(buffer))
+
     def _fill_strided(
         self, batch: _Batch, piece: int, out: npt.NDArray[Any], dtype: str, first: int, last: int
     ) -> None:  # fmt: skip
@@ -64,23 +87,23 @@ class BufferFiller:
             view = np.ndarray(size, out.dtype, out.data, target * out.itemsize, strides)
             self._gatherer.gather(view, dtype, buffer, source_dtype, source, source_stride)
 
-    def _pieces(self, buffer: int) -> tuple[_Batch, IntArray]:
-        """Return the batch that holds a buffer's pieces, and their rows in it."""
-        rows = self._plan.pieces_of(buffer)
+    def _pieces(self, first: int, last: int | None = None) -> tuple[_Batch, IntArray]:
+        """Return the batch that holds the pieces of buffers ``first`` to ``last`` (included), and their rows in it."""
+        starts = self._plan.buffer_starts
+        start, stop = int(starts[first]), int(starts[(first if last is None else last) + 1])
         for batch in self._batches:
-            if batch.start <= rows.start and rows.stop <= batch.stop:
+            if batch.start <= start and stop <= batch.stop:
                 break
         else:
-            stop = min(len(self._plan), max(rows.stop, rows.start + _BATCH_PIECES))
-            batch = _Batch(self._plan, rows.start, stop, self._dtypes)
+            batch = _Batch(self._plan, start, min(len(self._plan), max(stop, start + _BATCH_PIECES)))
             self._batches = [batch, *self._batches[: _MAX_BATCHES - 1]]
-        return batch, np.arange(rows.start - batch.start, rows.stop - batch.start)
+        return batch, np.arange(start - batch.start, stop - batch.start)
 
 
 class _Batch:
     """Addresses of a run of pieces, computed together."""
 
-    def __init__(self, plan: Plan, start: int, stop: int, dtypes: tuple[IntArray, ...]) -> None:
+    def __init__(self, plan: Plan, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         rows = slice(start, stop)
         source, target = plan.source.shards, plan.target.shards
@@ -91,10 +114,10 @@ class _Batch:
         self.source_offset = plan.source_offsets(rows)
         self.target_offset = plan.target_offsets(rows)
         self.source_buffer = source.buffer[plan.source_rows[rows]]
-        target_buffer = target.buffer[plan.target_rows[rows]]
+        self.target_buffer = target.buffer[plan.target_rows[rows]]
         self.target_stop = self.target_offset + ((self.shape - 1) * self.target_stride).sum(axis=1) + 1
         self.numel = self.shape.prod(axis=1)
-        same = dtypes[0][self.source_buffer] == dtypes[1][target_buffer]
+        same = plan.source.buffers.dtype[self.source_buffer] == plan.target.buffers.dtype[self.target_buffer]
         flat_source = _is_contiguous(self.shape, self.source_stride)
         self.is_flat = same & flat_source & _is_contiguous(self.shape, self.target_stride)
         self.row = np.where(self.shape > 1, self.target_stride, 1).max(axis=1, initial=1)

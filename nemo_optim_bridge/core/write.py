@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from isal.isal_zlib import crc32
@@ -15,7 +16,7 @@ from isal.isal_zlib import crc32
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import aligned_buffer
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest
-from nemo_optim_bridge.core.output import Literal, OutputFile, Payload, Sealed
+from nemo_optim_bridge.core.output import Literal, OutputFile, Part, Payload, Sealed
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.store import FileStore, Store
 from nemo_optim_bridge.core.team import Progress, Team, ignore
@@ -23,6 +24,7 @@ from nemo_optim_bridge.errors import OutputError
 
 WINDOW_BYTES = 1 << 20
 SEGMENT_BYTES = 64 << 20
+_ALIGNMENT = 64  # of torch's records; unaligned copies are far slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class SegmentWriter:
     ) -> None:  # fmt: skip
         self._directory, self._files, self._filler, self._plan = directory, files, filler, plan
         self._fsync, self._progress = fsync, progress
-        self._window = aligned_buffer(WINDOW_BYTES)
+        self._window = aligned_buffer(WINDOW_BYTES + _ALIGNMENT)
         self._made: set[Path] = set()
 
     def write(self, segment: Segment) -> list[int]:
@@ -100,7 +102,7 @@ class SegmentWriter:
         """
         file = self._files[segment.file]
         path = self._directory / file.path
-        crcs: list[int] = []
+        crcs = [0] * segment.first_payload
         try:
             if path.parent not in self._made:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,47 +121,60 @@ class SegmentWriter:
                 os.close(descriptor)
         except OSError as error:
             raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
-        return crcs
+        return crcs[segment.first_payload :]
 
     def _chunks(self, file: OutputFile, segment: Segment, crcs: list[int]) -> Iterator[memoryview]:
-        """Yield a segment's bytes in order, in runs of the window's size where possible; collect payloads' CRCs."""
-        window, used = self._window, 0
-        view = window.data
+        """Yield a segment's bytes in order, in runs of the window's size where possible; collect payloads' CRCs.
+
+        ``crcs`` begins with those of the payloads before this segment.
+        """
         needs_crc = any(isinstance(part, Sealed) for part in file.parts)
-        for part in file.parts[segment.start : segment.stop]:
+        position = segment.offset
+        for parts in _runs(file.parts[segment.start : segment.stop]):
+            first = parts[0]
+            if sum(part.nbytes for part in parts) <= WINDOW_BYTES:
+                chunk = self._fill(parts, position % _ALIGNMENT, segment, crcs, needs_crc)
+                position += len(chunk)
+                yield chunk
+            elif isinstance(first, Payload):
+                position += first.nbytes
+                yield from self._stream(first, crcs, needs_crc)
+            else:
+                position += first.nbytes
+                yield memoryview(_bytes_of(first, segment, crcs))
+
+    def _fill(
+        self, parts: Sequence[Part], shift: int, segment: Segment, crcs: list[int], needs_crc: bool
+    ) -> memoryview:
+        """Return the bytes of parts that the window holds together; what is aligned in the file is so in memory."""
+        window = self._window[shift:]
+        view = window.data
+        ends = list(accumulate(part.nbytes for part in parts))
+        payloads = [(part.buffer, end - part.nbytes) for part, end in zip(parts, ends, strict=True)
+                    if isinstance(part, Payload)]  # fmt: skip
+        if payloads:
+            self._filler.fill_whole(payloads[0][0], [start for _, start in payloads], window)
+        for part, end in zip(parts, ends, strict=True):
+            start = end - part.nbytes
             if isinstance(part, Payload):
-                if part.nbytes > WINDOW_BYTES - used:
-                    yield view[:used]
-                    used = 0
-                crc, done = 0, 0
-                step = self._step(part)
-                while done < part.nbytes:
-                    size = min(step, part.nbytes - done)
-                    out = window[used : used + size]
-                    self._filler.fill(part.buffer, done, out)
-                    if needs_crc:
-                        crc = crc32(out.data, crc)
-                    done += size
-                    used += size
-                    if done < part.nbytes:
-                        yield view[:used]
-                        used = 0
-                crcs.append(crc)
-                continue
-            data = memoryview(_bytes_of(part, segment, crcs))
-            while len(data):
-                size = min(len(data), WINDOW_BYTES - used)
-                view[used : used + size] = data[:size]
-                data, used = data[size:], used + size
-                if used == WINDOW_BYTES:
-                    yield view[:used]
-                    used = 0
-        yield view[:used]
+                crcs.append(crc32(view[start:end]) if needs_crc else 0)
+            else:
+                view[start:end] = _bytes_of(part, segment, crcs)
+        return view[: ends[-1]]
+
+    def _stream(self, part: Payload, crcs: list[int], needs_crc: bool) -> Iterator[memoryview]:
+        """Yield the bytes of a payload that is larger than the window."""
+        crc, step = 0, self._step(part)
+        for start in range(0, part.nbytes, step):
+            out = self._window[: min(step, part.nbytes - start)]
+            self._filler.fill(part.buffer, start, out)
+            if needs_crc:
+                crc = crc32(out.data, crc)
+            yield out.data
+        crcs.append(crc)
 
     def _step(self, part: Payload) -> int:
         """Return how many bytes of a payload to fill at a time: whole rows of interleaved pieces where they fit."""
-        if part.nbytes <= WINDOW_BYTES:
-            return max(part.nbytes, 1)
         row = self._filler.row_elements(part.buffer) * ITEMSIZE[self._plan.target.buffers[part.buffer].dtype]
         return WINDOW_BYTES // row * row if row <= WINDOW_BYTES else WINDOW_BYTES
 
@@ -185,13 +200,26 @@ class SegmentWriter:
                 raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
 
 
+def _runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    """Yield parts in runs that the window holds, their buffers numbered one after the other, or one that is larger."""
+    start, nbytes, buffer = 0, 0, None
+    for index, part in enumerate(parts):
+        follows = not isinstance(part, Payload) or buffer is None or part.buffer == buffer + 1
+        if index > start and (nbytes + part.nbytes > WINDOW_BYTES or not follows):
+            yield parts[start:index]
+            start, nbytes, buffer = index, 0, None
+        nbytes += part.nbytes
+        if isinstance(part, Payload):
+            buffer = part.buffer
+    if parts:
+        yield parts[start:]
+
+
 def _bytes_of(part: Literal | Sealed, segment: Segment, crcs: Sequence[int]) -> bytes:
     """Return a part's bytes; zeros for a sealed one that depends on other segments."""
     if isinstance(part, Literal):
         return part.data
-    if not _is_deferred(part, segment):
-        return part.seal([*([0] * segment.first_payload), *crcs])
-    return bytes(part.nbytes)
+    return bytes(part.nbytes) if _is_deferred(part, segment) else part.seal(crcs)
 
 
 def _is_deferred(part: Sealed, segment: Segment) -> bool:
