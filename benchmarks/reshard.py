@@ -94,7 +94,7 @@ def _ours(how: Mapping[str, Any], source: Path, out: Path, to: Mapping[str, int]
     options = Options(**to, check_crcs=how["crc_check"], receipt=how["receipt"], fsync=False)
 
     def work() -> None:
-        plan_reshard(source, out, options).run(Workers(how["workers"]))
+        plan_reshard(source, out, options, Workers(how["workers"])).run()
 
     return work
 

@@ -202,14 +202,13 @@ def reshard(
             overwrite=overwrite,
             fsync=fsync,
         )
-        planned = plan_reshard(checkpoint, out, options)
+        team = find_team(workers)
+        planned = plan_reshard(checkpoint, out, options, team)
         summary = planned.summary()
-        is_leader = True
+        is_leader = team.is_leader
         if not dry_run:
-            team = find_team(workers, summary["bytes_to_read"])
             with _progress(team) as report:
-                summary.update(planned.run(team, report))
-            is_leader = team.is_leader
+                summary.update(planned.run(report))
             for finding in summary["findings"]:
                 summary["remarks"].append(f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}")
         summary["written"] = not dry_run
@@ -329,7 +328,7 @@ def _survey(opened: CheckpointView, workers: int | None, *, scan: bool) -> tuple
     from nemo_optim_bridge.core.whole import whole_bytes
 
     num_bytes = whole_bytes(opened.manifest)
-    team = find_team(workers, num_bytes)
+    team = find_team(workers)
     with _progress(team) as report:
         surveyed = survey(opened, team, scan=scan, progress=report("hashing", num_bytes))
     team.lead(FileStore.of(opened.manifest).check_unchanged)
@@ -401,7 +400,7 @@ def _diff(left: Path, right: Path, vocab_size: int | None, workers: int | None) 
 
     one, two, remarks = open_pair(left, right, vocab_size)
     num_bytes = whole_bytes(one.manifest)
-    team = find_team(workers, num_bytes)
+    team = find_team(workers)
     with _progress(team) as report:
         found = diff_checkpoints(one, two, team, report("comparing", num_bytes))
     return found, remarks, team.is_leader

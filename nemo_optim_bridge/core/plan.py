@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,23 @@ class Plan:
     def num_bytes_read(self) -> int:
         """Bytes that the plan reads, without those of replicas."""
         return _num_bytes(self.source, self.source_rows, self.shape)
+
+    def buffer_bytes_read(self) -> IntArray:
+        """Return, per target buffer, the bytes that are read to fill it."""
+        itemsize = self.source.buffers.itemsize()[self.source.shards.buffer[self.source_rows]]
+        total = np.append(0, np.cumsum(volume(self.shape) * itemsize))
+        return np.diff(total[self.buffer_starts])
+
+    def source_tensors(self) -> npt.NDArray[np.bool_]:
+        """Tell which of the source's tensors the plan reads."""
+        read = np.zeros(len(self.source.tensors), np.bool_)
+        read[self.source.shards.tensor[self.source_rows]] = True
+        return read
+
+    def compare_only(self, tensors: npt.NDArray[np.bool_]) -> Plan:
+        """Return the plan with the replicas of some of the source's tensors only."""
+        chosen = tensors[self.source.shards.tensor[self.replicas[:, 0]]]
+        return replace(self, replicas=self.replicas[chosen])
 
     def pieces_of(self, buffer: int) -> slice:
         """Return the rows of the pieces that fill target buffer number ``buffer``, sorted by storage offset."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
 from nemo_optim_bridge.core.checkpoint import MASTER, MODEL_STATES, WEIGHT, Checkpoint
 from nemo_optim_bridge.core.fingerprint import Fingerprint, TensorDigest, combine
 from nemo_optim_bridge.core.health import FIRST_MOMENTS, SECOND_MOMENTS, Finding, RoundingScan, TensorScan, cold, judge
-from nemo_optim_bridge.core.manifest import ITEMSIZE, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.core.team import Progress, Team, ignore
+from nemo_optim_bridge.core.team import Progress, Team, ignore, shares
 from nemo_optim_bridge.core.whole import WholeTensors, plan_whole
 
 
@@ -44,15 +45,20 @@ def survey(
 
     Raises MissingSourceError when a tensor has a hole, CorruptFileError when a file cannot be read.
     """
-    plan = plan_whole(checkpoint.manifest)
-    groups = _together(checkpoint)
+    manifest = own_share(checkpoint.manifest, team)
 
-    def make(report: Progress) -> Callable[[list[int]], _Part]:
-        whole = WholeTensors(plan, FileStore.of(checkpoint.manifest))
-        return lambda members: _survey_group(whole, members, digests=digests, scan=scan, progress=report)
+    def work() -> list[_Part]:
+        plan = plan_whole(manifest)
 
-    weights = [sum(plan.target.buffers[number].nbytes for number in members) for members in groups]
-    parts = team.map(make, groups, weights, progress)
+        def make(report: Progress) -> Callable[[list[int]], _Part]:
+            whole = WholeTensors(plan, FileStore.of(manifest))
+            return lambda members: _survey_group(whole, members, digests=digests, scan=scan, progress=report)
+
+        groups = _together(manifest)
+        nbytes = plan.target.buffers.nbytes
+        return team.local.map(make, groups, [int(nbytes[members].sum()) for members in groups], progress)
+
+    parts = [part for share in team.gather(work) for part in share]
     scans = {key: found for part in parts for key, found in part.scans.items()}
     verdicts = judge(scans, checkpoint.scalars) if scan else ()
     hashes = {key: digest for part in parts for key, digest in part.digests.items()}
@@ -84,10 +90,22 @@ def _survey_group(
     return _Part({key: digest.hexdigest() for key, digest in hashes.items()}, scans, found)
 
 
-def _together(checkpoint: Checkpoint) -> list[list[int]]:
+def own_share(manifest: Manifest, team: Team) -> Manifest:
+    """Return the tensors that this rank of a team looks at: all of a parameter's, about as many bytes as any rank's."""
+    if team.num_ranks == 1:
+        return manifest
+    nbytes: dict[str, int] = {}
+    for spec in manifest.tensors:
+        nbytes[spec.key.fqn] = nbytes.get(spec.key.fqn, 0) + prod(spec.shape) * ITEMSIZE[spec.dtype]
+    fqns = list(nbytes)
+    mine = {fqns[number] for number in shares(list(nbytes.values()), team.num_ranks)[team.rank]}
+    return manifest.restrict({spec.key for spec in manifest.tensors if spec.key.fqn in mine})
+
+
+def _together(manifest: Manifest) -> list[list[int]]:
     """Return tensor numbers in the manifest's order; a float32 master and its bfloat16 weight are read side by side."""
-    specs = checkpoint.manifest.tensors
-    numbers = checkpoint.manifest.index()
+    specs = manifest.tensors
+    numbers = manifest.index()
     weight_of: dict[int, int] = {}
     for key, number in numbers.items():
         weight = numbers.get(TensorKey(key.fqn, WEIGHT)) if key.state == MASTER else None

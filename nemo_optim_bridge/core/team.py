@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from nemo_optim_bridge.errors import BridgeError, OutputError, TargetError
 
@@ -31,9 +31,19 @@ def ignore(num_bytes: int) -> None:
 class Team(Protocol):
     """Processes that share work. All members call the same methods in the same order."""
 
+    rank: int
+    num_ranks: int
+
     @property
     def is_leader(self) -> bool:
         """Tell whether this process is the one that creates, finishes and prints."""
+
+    @property
+    def local(self) -> Team:
+        """The part of the team that this process can hand work to without the other ranks."""
+
+    def gather(self, work: Callable[[], Result]) -> list[Result]:
+        """Run work on every rank; return the results of all, or raise the first error of any, on all of them."""
 
     def map(
         self, make: Maker[Item, Result], items: Sequence[Item], weights: Sequence[int], progress: Progress
@@ -55,27 +65,22 @@ def shares(weights: Sequence[int], members: int) -> list[list[int]]:
     return [sorted(items) for items in result]
 
 
-def find_team(workers: int | None, num_bytes: int) -> Team:
-    """Return the ranks that torchrun started, or worker processes of this machine.
-
-    Args:
-        workers: how many the user asked for; None is up to four, as many as there are processors, if it pays off.
-        num_bytes: of the work.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return Ranks.start()
-    if workers is None:
-        workers = min(4, len(os.sched_getaffinity(0))) if num_bytes >= _WORTH_WORKERS else 1
-    return Workers(workers)
+def find_team(workers: int | None) -> Team:
+    """Return the ranks that torchrun started, or worker processes of this machine: ``workers``, see ``Workers``."""
+    return Ranks.start() if "TORCHELASTIC_RUN_ID" in os.environ else Workers(workers)
 
 
 class Workers:
-    """This process, and ``size`` forked ones for each pass when ``size`` is more than 1."""
+    """This process, and ``size`` forked ones for each pass when ``size`` is more than 1.
+
+    None is up to four, as many as there are processors, for passes whose weights say that it pays off.
+    """
 
     is_leader = True
+    rank, num_ranks = 0, 1
 
-    def __init__(self, size: int) -> None:
-        if size > 1 and "fork" not in multiprocessing.get_all_start_methods():
+    def __init__(self, size: int | None) -> None:
+        if (size or 1) > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise TargetError("several workers need an operating system with fork", hint="use --workers 1")
         self.size = size
 
@@ -83,14 +88,15 @@ class Workers:
         self, make: Maker[Item, Result], items: Sequence[Item], weights: Sequence[int], progress: Progress
     ) -> list[Result]:
         """Run every item, in forked workers when there are several; an error or a killed worker ends all of them."""
-        if self.size == 1 or len(items) < 2:
+        size = self.size or (_worth(weights) if len(items) > 1 else 1)
+        if size == 1 or len(items) < 2:
             function = make(progress)
             return [function(item) for item in items]
         context = multiprocessing.get_context("fork")
         results: dict[int, Any] = {}
         running: dict[Any, Any] = {}
         try:
-            for share in shares(weights, self.size):
+            for share in shares(weights, size):
                 if share:
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(target=_work, args=(make, items, share, sender), daemon=True)
@@ -106,9 +112,25 @@ class Workers:
                 process.join()
         return [results[item] for item in range(len(items))]
 
+    @property
+    def local(self) -> Workers:
+        """This team."""
+        return self
+
+    def gather(self, work: Callable[[], Result]) -> list[Result]:
+        """Run the work."""
+        return [work()]
+
     def lead(self, action: Callable[[], Result]) -> Result:
         """Run the action."""
         return action()
+
+
+def _worth(weights: Sequence[int]) -> int:
+    """Return how many processes a pass is worth; forking costs some 20 ms a process."""
+    if sum(weights) < _WORTH_WORKERS or "fork" not in multiprocessing.get_all_start_methods():
+        return 1
+    return min(4, len(os.sched_getaffinity(0)))
 
 
 def _work(make: Any, items: Sequence[Any], share: Sequence[int], sender: Connection) -> None:
@@ -159,6 +181,7 @@ class Ranks:
         import torch.distributed
 
         self._dist = torch.distributed
+        self.rank, self.num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     @classmethod
     def start(cls) -> Ranks:
@@ -173,37 +196,43 @@ class Ranks:
     @property
     def is_leader(self) -> bool:
         """Tell whether this is rank 0."""
-        return self._dist.get_rank() == 0
+        return self.rank == 0
+
+    @property
+    def local(self) -> Workers:
+        """This process alone."""
+        return Workers(1)
 
     def map(
         self, make: Maker[Item, Result], items: Sequence[Item], weights: Sequence[int], progress: Progress
     ) -> list[Result]:
         """Run this rank's share and exchange results; every rank raises when one fails."""
-        share = shares(weights, self._dist.get_world_size())[self._dist.get_rank()]
+        share = shares(weights, self.num_ranks)[self.rank]
 
         def work() -> dict[int, Any]:
             function = make(progress)
             return {item: function(items[item]) for item in share}
 
         results: dict[int, Any] = {}
-        for part in self._exchange(work):
+        for part in self.gather(work):
             results.update(part)
         return [results[item] for item in range(len(items))]
 
     def lead(self, action: Callable[[], Result]) -> Result:
         """Run an action on rank 0; every rank gets its result or its error."""
-        result: Result = self._exchange(lambda: action() if self.is_leader else None)[0]
+        result: Result = self.gather(lambda: cast("Result", action() if self.is_leader else None))[0]
         return result
 
-    def _exchange(self, work: Callable[[], Any]) -> list[Any]:
+    def gather(self, work: Callable[[], Result]) -> list[Result]:
+        """Run work on every rank and exchange the results; every rank raises when one fails."""
         outcome: tuple[Any, BridgeError | None]
         try:
             outcome = work(), None
         except BridgeError as error:
             outcome = None, error
         except Exception as error:
-            outcome = None, OutputError(f"{type(error).__name__}: {error}", rank=self._dist.get_rank())
-        outcomes: list[Any] = [None] * self._dist.get_world_size()
+            outcome = None, OutputError(f"{type(error).__name__}: {error}", rank=self.rank)
+        outcomes: list[Any] = [None] * self.num_ranks
         try:
             self._dist.all_gather_object(outcomes, outcome)
         except RuntimeError as error:

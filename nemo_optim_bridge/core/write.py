@@ -6,6 +6,7 @@ Files are cut into segments of whole parts that can be written in any order, by 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -63,24 +64,69 @@ def cut_files(files: Sequence[OutputFile]) -> list[Segment]:
 
 def write_files(
     directory: Path, files: Sequence[OutputFile], plan: Plan, team: Team, *, fsync: bool, progress: Progress = ignore,
-    open_store: Callable[[Manifest], Store] = FileStore.of,
+    writers: Sequence[range] | None = None, open_store: Callable[[Manifest], Store] = FileStore.of,
 ) -> None:  # fmt: skip
-    """Write all files below a new ``directory``; called by all members of a team, each of which writes its segments.
+    """Write files below a new ``directory``; every rank of a team calls this with the files that it has a part in.
+
+    Args:
+        files: whole files, as ``share_files`` gives them to this rank.
+        plan: fills the buffers of ``files``.
+        writers: by file, the ranks that write it; each its share of the segments. None: this rank writes all.
 
     Raises OutputError when the system refuses, CheckpointError when a source cannot be read.
     """
     segments = cut_files(files)
+    mine = segments if writers is None else list(_own_segments(segments, writers, team.rank))
 
     def writer(report: Progress) -> SegmentWriter:
         filler = BufferFiller(plan, open_store(plan.source))
         return SegmentWriter(directory, files, filler, plan, fsync=fsync, progress=report)
 
-    crcs = team.map(lambda report: writer(report).write, segments, [s.nbytes for s in segments], progress)
-    unfinished: dict[int, list[int]] = {}
-    for segment, found in zip(segments, crcs, strict=True):
-        if not segment.is_whole:
-            unfinished.setdefault(segment.file, []).extend(found)
-    team.lead(lambda: writer(ignore).finish(unfinished, segments))
+    def write() -> dict[tuple[str, int], list[int]]:
+        crcs = team.local.map(lambda report: writer(report).write, mine, [s.nbytes for s in mine], progress)
+        return {
+            (files[segment.file].path, segment.start): found
+            for segment, found in zip(mine, crcs, strict=True)
+            if not segment.is_whole
+        }
+
+    found = {place: crcs for share in team.gather(write) for place, crcs in share.items()}
+
+    def finish() -> None:
+        unfinished: dict[int, list[int]] = {}
+        for segment in segments:
+            if not segment.is_whole and (writers is None or writers[segment.file][0] == team.rank):
+                unfinished.setdefault(segment.file, []).extend(found[files[segment.file].path, segment.start])
+        if unfinished:
+            writer(ignore).finish(unfinished, segments)
+
+    team.gather(finish)
+
+
+def share_files(nbytes: Sequence[int], num_ranks: int) -> list[range]:
+    """Return the ranks that write each of some files, which lie one after the other on a line cut into equal parts.
+
+    A file is shared only if it is larger than a segment.
+    """
+    total = max(sum(nbytes), 1)
+    writers, start = [], 0
+    for size in nbytes:
+        first = min(start * num_ranks // total, num_ranks - 1)
+        last = min(max(start + size - 1, start) * num_ranks // total, num_ranks - 1)
+        writers.append(range(first, last + 1 if size > SEGMENT_BYTES else first + 1))
+        start += size
+    return writers
+
+
+def _own_segments(segments: Sequence[Segment], writers: Sequence[range], rank: int) -> Iterator[Segment]:
+    """Yield the segments that ``rank`` writes: of a file with several writers, each takes a run of them."""
+    count = Counter(segment.file for segment in segments)
+    seen: Counter[int] = Counter()
+    for segment in segments:
+        ranks = writers[segment.file]
+        if ranks[seen[segment.file] * len(ranks) // count[segment.file]] == rank:
+            yield segment
+        seen[segment.file] += 1
 
 
 class SegmentWriter:
@@ -115,7 +161,7 @@ class SegmentWriter:
                     _write_at(descriptor, chunk, position)
                     position += len(chunk)
                     self._progress(len(chunk))
-                if self._fsync and segment.is_whole:
+                if self._fsync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -9,7 +9,6 @@ from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.survey import survey
 from nemo_optim_bridge.core.team import find_team
-from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.errors import UnknownFormatError
 from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotron
 from nemo_optim_bridge.formats.nanotron.layout import padded_vocab_size
@@ -70,7 +69,7 @@ def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
         source = read_checkpoint(root)
         found, checkpoint = inspect_nanotron(source), as_checkpoint(source)
     if deep and checkpoint is not None:
-        team = find_team(None, whole_bytes(checkpoint.manifest))
+        team = find_team(None)
         findings = survey(checkpoint, team, digests=False).findings
         FileStore.of(checkpoint.manifest).check_unchanged()
         found["findings"] = [finding.to_json() for finding in findings]

@@ -92,12 +92,10 @@ def test_shares_are_a_partition_and_about_equally_heavy(weights: list[int], memb
 
 
 def test_workers_are_found_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    def size(workers: int | None, num_bytes: int) -> int:
-        team = find_team(workers, num_bytes)
-        assert isinstance(team, Workers)
-        return team.size
+    def processes(workers: int | None, num_bytes: int) -> int:
+        return len(set(find_team(workers).map(lambda _: lambda _: os.getpid(), range(8), [num_bytes // 8] * 8, ignore)))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    assert size(None, 1 << 20) == 1
-    assert size(None, 1 << 30) == 4
-    assert size(3, 0) == 3
+    assert processes(None, 1 << 20) == 1
+    assert processes(None, 1 << 30) == 4
+    assert processes(3, 8) == 3

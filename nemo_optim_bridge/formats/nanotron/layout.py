@@ -219,6 +219,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
+@lru_cache(maxsize=1 << 10)  # layers repeat each other
 def parse_slices(text: str) -> Slices:
     """Return the slice pairs of a weight shard's metadata; raises ValueError when they are malformed."""
 
@@ -245,6 +246,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return str(tuple(int(n) for n in shape))
 
 
+@lru_cache(maxsize=1 << 10)
 def parse_shape(text: str) -> tuple[int, ...]:
     """Return the shape that metadata spells, also as numpy 2 prints it; raises ValueError when it is malformed."""
     inner = text.strip()

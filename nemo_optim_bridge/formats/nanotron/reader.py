@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -29,6 +30,8 @@ from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, read_op
 from nemo_optim_bridge.formats.nanotron.weights import list_folder, read_weights
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
 
+#: Indexing a file takes about as long as copying this many bytes.
+_INDEX_BYTES = 16 << 20
 _MOST_SHOWN = 10  # missing files; what the documents claim may be absurd
 
 
@@ -64,13 +67,16 @@ def is_nanotron(path: Path) -> bool:
     return (path / "model_config.json").is_file() and (path / "model").is_dir()
 
 
-def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None) -> NanotronCheckpoint:
+def read_checkpoint(
+    path: str | os.PathLike[str], vocab_size: int | None = None, team: Team | None = None
+) -> NanotronCheckpoint:
     """Read a checkpoint from its headers alone; no tensor data is read except ``step``.
 
     Args:
         vocab_size: the true vocabulary; rows beyond it are padding. The stored size when None.
+        team: the processes that share the files; all ranks call this. None is this process alone.
 
-    Raises CheckpointError (one of its kinds) with every problem found.
+    Raises CheckpointError (one of its kinds), on all ranks, with every problem found.
     """
     root = resolve(Path(path))
     if not is_nanotron(root):
@@ -81,8 +87,10 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
     documents = Documents.read(root)
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)
-    weights = read_weights(root, topology, facts)
-    shards = {at: read_optimizer_shard(file, at) for at, file in files.items()}
+    team = team or Workers(1)
+    weights = read_weights(root, topology, facts, team)
+    indexed = team.map(lambda _: _read_shard, list(files.items()), [_INDEX_BYTES] * len(files), ignore)
+    shards = dict(zip(files, indexed, strict=True))
     dialect = _dialect(documents, shards)
     raise_all(_group_problems(dialect, shards))
     if not dialect.names_experts and not has_legacy_names:
@@ -94,6 +102,10 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
     return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
         vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
     )
+
+
+def _read_shard(item: tuple[Coordinates, Path]) -> OptimizerShard:
+    return read_optimizer_shard(item[1], item[0])
 
 
 def _optimizer_files(

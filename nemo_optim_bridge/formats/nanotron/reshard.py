@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from isal.isal_zlib import crc32
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.gather import STAGING_BYTES
 from nemo_optim_bridge.core.health import require_warm
-from nemo_optim_bridge.core.output import Literal, OutputFile
+from nemo_optim_bridge.core.manifest import BoolArray
+from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
@@ -24,13 +26,13 @@ from nemo_optim_bridge.core.survey import Survey, cold_findings, survey
 from nemo_optim_bridge.core.team import Progress as Meter
 from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.core.whole import whole_bytes
-from nemo_optim_bridge.core.write import WINDOW_BYTES, write_files
+from nemo_optim_bridge.core.write import WINDOW_BYTES, share_files, write_files
 from nemo_optim_bridge.errors import CorruptFileError, OutputError, TargetError
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
-from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec, lay_out_target
+from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec
 from nemo_optim_bridge.formats.topology import Topology
 from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
 
@@ -62,13 +64,23 @@ class Options:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshard:
-    """A re-shard that was planned from headers alone: what it reads, writes and remarks. ``run`` does it."""
+    """A re-shard that was planned from headers alone: what it reads, writes and remarks. ``run`` does it.
+
+    Every rank of ``team`` has one, with the ``files`` that it has a part in and a plan for those; ``writers`` are the
+    ranks that write each of them. ``totals`` are sums over all files, each counted once. ``replicas`` are this rank's
+    share of those to compare.
+    """
 
     source: NanotronCheckpoint
     target: Target
+    files: tuple[OutputFile, ...]
+    writers: tuple[range, ...]
     plan: Plan
+    replicas: Plan
+    totals: Mapping[str, int]
     out: Path
     options: Options
+    team: Team
 
     def summary(self) -> dict[str, Any]:
         """Return the plan in numbers, under the field names of ``--json``."""
@@ -79,51 +91,51 @@ class Reshard:
             "target_topology": describe(
                 self.target.spec.topology, self.target.spec.zero_stage, self.target.spec.dialect.name
             ),
-            "files_to_read": len({buffer.file for buffer in self.source.manifest.buffers}),
-            "files_to_write": len(self.target.files),
+            "files_to_read": len(self.source.manifest.buffers.files),
+            "files_to_write": len(self.target.outlines),
             "bytes_to_read": self._bytes_to_read(),
-            "bytes_to_write": sum(file.nbytes for file in self.target.files),
-            "pieces": self.plan.pieces,
-            "replicas": len(self.plan.replicas),
-            "peak_memory_bytes": WINDOW_BYTES + 4 * STAGING_BYTES + 150 * self.plan.pieces,
+            "bytes_to_write": self.totals["bytes_to_write"],
+            "pieces": self.totals["pieces"],
+            "replicas": self.totals["replicas"],
+            "peak_memory_bytes": WINDOW_BYTES + 4 * STAGING_BYTES + 150 * self.totals["most_pieces"],
             "remarks": [*self.source.remarks, *self.target.remarks],
             "problems": list(self.source.problems),
         }
 
     def _bytes_to_read(self) -> int:
         """Return the bytes that ``run`` reads, each as often as it is read: checked, compared, hashed, and copied."""
-        num_bytes = self.plan.num_bytes_read
+        num_bytes = self.totals["bytes_copied"]
         if self.options.check_crcs:
             num_bytes += sum(path.stat().st_size for path in self.source.torch_files)
         if self.options.replicas == "error":
-            num_bytes += 2 * Pairs.of_replicas(self.plan).num_bytes()
+            num_bytes += 2 * self.totals["replica_bytes"]
         if self.options.receipt:
             num_bytes += whole_bytes(self.source.manifest)
         return num_bytes
 
-    def run(self, team: Team | None = None, progress: Progress = lambda stage, total: ignore) -> dict[str, Any]:
+    def run(self, progress: Progress = lambda stage, total: ignore) -> dict[str, Any]:
         """Check the source's bytes, write the target, and rename it into place; return what was found on the way.
 
-        Args:
-            team: the processes that share the work; all members call this. None is this process alone.
-            progress: called with the name of each stage and its bytes; what it returns is called with bytes done.
+        Called by all ranks of the team. ``progress`` is called with the name of each stage and its bytes; what it
+        returns is called with bytes done.
 
-        Raises one BridgeError, on every member; the source is untouched and the output absent then.
+        Raises one BridgeError, on every rank; the source is untouched and the output absent then.
         """
-        team = team or Workers(1)
+        team = self.team
         source = as_checkpoint(self.source)
         if self.options.check_crcs:
             require_valid_crcs(self.source, team, progress)
         if self.options.replicas == "error":
-            report = progress("comparing replicas", Pairs.of_replicas(self.plan).num_bytes())
-            require_equal_replicas(self.plan, team, report)
+            report = progress("comparing replicas", Pairs.of_replicas(self.replicas).num_bytes())
+            team.gather(lambda: require_equal_replicas(self.replicas, team.local, report))
         surveyed = self._survey(source, team, progress)
-        files = [*self.target.files, *self._receipt(source, surveyed)]
+        receipt = list(self._receipt(source, surveyed)) if team.is_leader else []
+        files, writers = [*self.files, *receipt], [*self.writers, *(range(1) for _ in receipt)]
         with ExitStack() as stack:
             scratch = new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync)
             folder = team.lead(lambda: stack.enter_context(scratch))
             report = progress("writing", sum(file.nbytes for file in files))
-            write_files(folder, files, self.plan, team, fsync=self.options.fsync, progress=report)
+            write_files(folder, files, self.plan, team, fsync=self.options.fsync, progress=report, writers=writers)
             team.lead(FileStore.of(self.source.manifest).check_unchanged)
             team.lead(lambda: stack.pop_all().close())
         found: dict[str, Any] = {"findings": [finding.to_json() for finding in surveyed.findings]}
@@ -158,14 +170,21 @@ class Reshard:
                 "topology": {**asdict(spec.topology), "zero_stage": spec.zero_stage},
             },
             vocab_size=self.source.true_vocab_size,
-            replicas=len(self.plan.replicas) if self.options.replicas == "error" else None,
+            replicas=self.totals["replicas"] if self.options.replicas == "error" else None,
             remarks=[*self.source.remarks, *self.target.remarks, *self.source.problems],
         )
         yield OutputFile(RECEIPT_NAME, (Literal(encode(receipt)),))
 
 
-def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
-    """Plan a re-shard from headers alone; raises BridgeError with every reason why it is not possible."""
+def plan_reshard(path: Path, out: Path, options: Options, team: Team | None = None) -> Reshard:
+    """Plan a re-shard from headers alone.
+
+    Args:
+        team: the processes that share the work; all ranks call this. None is this process alone.
+
+    Raises BridgeError, on all ranks, with every reason why it is not possible.
+    """
+    team = team or Workers(1)
     check_output(out, (resolve(path), *([options.like] if options.like else [])), overwrite=options.overwrite)
     if options.replicas not in REPLICA_POLICIES:
         raise TargetError(
@@ -173,16 +192,62 @@ def plan_reshard(path: Path, out: Path, options: Options) -> Reshard:
         )
     like = read_checkpoint(options.like) if options.like else None
     vocab_size = options.vocab_size
-    source = read_checkpoint(path, vocab_size)
+    source = read_checkpoint(path, vocab_size, team)
     if vocab_size is None and like is not None and like.facts.vocab_size < source.facts.vocab_size:
-        source = read_checkpoint(path, like.facts.vocab_size)
-    target = lay_out_target(source, _target_spec(source, like, options))
+        source = read_checkpoint(path, like.facts.vocab_size, team)
+    target = Target(source, _target_spec(source, like, options))
     _refuse_to_replace_what_is_read(source, out)
-    return Reshard(source, target, make_plan(source.manifest, target.manifest), out, options)
+    writers = share_files([outline.nbytes for outline in target.outlines], team.num_ranks)
+    mine = [number for number, ranks in enumerate(writers) if team.rank in ranks]
+
+    planned: list[tuple[tuple[OutputFile, ...], Plan]] = []
+
+    def plan() -> BoolArray:
+        files, manifest = target.lay_out(mine)
+        planned.append((files, make_plan(source.manifest, manifest)))
+        return planned[0][1].source_tensors()
+
+    known = team.gather(plan)
+    ((files, own),) = planned
+    replicas = own.compare_only(_compared_here(known, team))
+    ranks = tuple(writers[number] for number in mine)
+    totals = _totals(files, ranks, own, replicas, team)
+    return Reshard(source, target, files, ranks, own, replicas, totals, out, options, team)
+
+
+def _compared_here(known: Sequence[BoolArray], team: Team) -> BoolArray:
+    """Tell which source tensors this rank compares the replicas of: those of several ranks' plans in turn."""
+    holders = np.stack(known)
+    turn = np.arange(holders.shape[1]) % np.maximum(holders.sum(axis=0), 1)
+    before = holders[: team.rank].sum(axis=0)
+    chosen: BoolArray = holders[team.rank] & (before == turn)
+    return chosen
+
+
+def _totals(
+    files: Sequence[OutputFile], writers: Sequence[range], plan: Plan, replicas: Plan, team: Team
+) -> Mapping[str, int]:
+    """Return sums over the files of all ranks, those with several writers counted once."""
+    led = [file for file, ranks in zip(files, writers, strict=True) if ranks[0] == team.rank]
+    buffers = [part.buffer for file in led for part in file.parts if isinstance(part, Payload)]
+    counts = plan.buffer_starts[1:] - plan.buffer_starts[:-1]
+    pairs = Pairs.of_replicas(replicas)
+    mine = {
+        "bytes_to_write": sum(file.nbytes for file in led),
+        "bytes_copied": int(plan.buffer_bytes_read()[buffers].sum()),
+        "pieces": int(counts[buffers].sum()),
+        "replicas": len(pairs),
+        "replica_bytes": pairs.num_bytes(),
+    }
+    found = team.gather(lambda: (mine, plan.pieces))
+    sums = {name: sum(counts[name] for counts, _ in found) for name in mine}
+    return {**sums, "most_pieces": max(pieces for _, pieces in found)}
 
 
 def _refuse_to_replace_what_is_read(source: NanotronCheckpoint, out: Path) -> None:
     """Raise OutputError when a link of the source leads to a file below the output that is to be replaced."""
+    if not out.exists():
+        return
     replaced = out.resolve()
     folders = {Path(file).parent for file in source.manifest.identities}
     for folder in folders | {source.path / "lr_scheduler"}:

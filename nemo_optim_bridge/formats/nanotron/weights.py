@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
+from nemo_optim_bridge.core.team import Team, ignore
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
 from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
@@ -24,6 +26,9 @@ from nemo_optim_bridge.formats.nanotron.names import WeightName, format_weight_n
 from nemo_optim_bridge.formats.safetensors_header import StoredArray, read_single_tensor
 from nemo_optim_bridge.formats.topology import Topology
 
+_BATCH = 64  # files read by one process at a time
+#: Reading their headers takes about as long as copying this many bytes.
+_BATCH_BYTES = 8 << 20
 _DEEPEST = 32  # folders below model/; nanotron needs less than ten
 
 
@@ -57,7 +62,7 @@ class Weights:
     lost: frozenset[str]  # expert weights that the ranks overwrote each other's files of
 
 
-def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
+def read_weights(root: Path, topology: Topology, facts: ModelFacts, team: Team) -> Weights:
     """Read the headers of all weight shards below ``root/model``; raises with every problem found."""
     found: dict[str, list[WeightShard]] = {}
     leftovers: list[Path] = []
@@ -65,17 +70,19 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
     if not folder.is_dir():
         raise MissingSourceError("there is no model directory", path=folder, hint="is this a nanotron checkpoint?")
     problems: list[BridgeError] = []
+    named: list[tuple[Path, WeightName]] = []
+    strip = len(folder.as_posix().rstrip("/")) + 1
     for path in list_folder(folder, deep=True):
-        name = parse_weight_name(path.relative_to(folder).as_posix())
+        name = parse_weight_name(path.as_posix()[strip:])
         if name is None or not name.matches(topology):
             leftovers.append(path)
-            continue
-        try:
-            identity = identify(path)
-            shard = WeightShard(path, name, read_single_tensor(path, "data"), identity)
-            found.setdefault(name.fqn, []).append(shard)
-        except BridgeError as error:
-            problems.append(error)
+        else:
+            named.append((path, name))
+    batches = [named[start : start + _BATCH] for start in range(0, len(named), _BATCH)]
+    for shards, errors in team.map(lambda _: _read_shards, batches, [_BATCH_BYTES] * len(batches), ignore):
+        for shard in shards:
+            found.setdefault(shard.name.fqn, []).append(shard)
+        problems += errors
     raise_all(problems)
     layouts: dict[str, ParamLayout] = {}
     lost: set[str] = set()
@@ -91,6 +98,19 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts) -> Weights:
     return Weights({fqn: tuple(shards) for fqn, shards in found.items()}, tuple(leftovers), layouts, frozenset(lost))
 
 
+def _read_shards(named: Sequence[tuple[Path, WeightName]]) -> tuple[list[WeightShard], list[BridgeError]]:
+    """Read the headers of some weight files; return what is wrong with others."""
+    shards: list[WeightShard] = []
+    problems: list[BridgeError] = []
+    for path, name in named:
+        try:
+            identity = identify(path)
+            shards.append(WeightShard(path, name, read_single_tensor(path, "data"), identity))
+        except BridgeError as error:
+            problems.append(error)
+    return shards, problems
+
+
 def list_folder(folder: Path, *, deep: bool = False) -> list[Path]:
     """Return what is in a folder, or all files below it, links followed, in order of their names.
 
@@ -103,7 +123,8 @@ def list_folder(folder: Path, *, deep: bool = False) -> list[Path]:
         current = pending.pop()
         try:
             status = current.stat()
-            inside = list(current.iterdir())
+            with os.scandir(current) as inside:
+                entries = [(Path(entry.path), deep and _is_folder(entry)) for entry in inside]
         except FileNotFoundError:
             raise MissingSourceError("folder is missing", path=current, hint="copy it from the original run") from None
         except OSError as error:
@@ -111,9 +132,14 @@ def list_folder(folder: Path, *, deep: bool = False) -> list[Path]:
         if (status.st_dev, status.st_ino) in seen or len(current.parts) - len(folder.parts) > _DEEPEST:
             continue
         seen.add((status.st_dev, status.st_ino))
-        for path in inside:
-            (pending if deep and path.is_dir() else found).append(path)
-    return sorted(found)
+        for path, is_folder in entries:
+            (pending if is_folder else found).append(path)
+    return sorted(found, key=lambda path: path.parts)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Tell whether an entry is a folder, or a link to one; a link to nowhere is none."""
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and Path(entry.path).is_dir())
 
 
 def _is_lost(layout: ParamLayout, topology: Topology) -> bool:

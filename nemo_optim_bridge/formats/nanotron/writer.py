@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
+from nemo_optim_bridge.core.manifest import DTYPES, ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.checkpoint import (
@@ -52,20 +54,31 @@ class TargetSpec:
     like: NanotronCheckpoint | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Outline(NamedTuple):
+    """A file to write: about how many bytes it has, and what lays it out."""
+
+    nbytes: int
+    lay_out: Callable[[], OutputFile]
+
+
 class Target:
-    """A laid-out checkpoint: the files to write, the manifest of their payloads, and remarks for the user."""
+    """An outlined checkpoint: ``outlines`` of its files, and remarks for the user. ``lay_out`` does some of the files.
 
-    spec: TargetSpec
-    files: tuple[OutputFile, ...]
-    manifest: Manifest
-    remarks: tuple[str, ...]
+    Raises TargetError or ParamGroupError with every reason why it cannot be built.
+    """
 
+    def __init__(self, source: NanotronCheckpoint, spec: TargetSpec) -> None:
+        raise_all([*_problems(source, spec), *_group_problems(source, spec.dialect)])
+        self.spec = spec
+        self._layouter = _Layouter(source, spec)
+        self.outlines = tuple(self._layouter.outlines())
+        self.remarks = tuple(self._layouter.remarks)
 
-def lay_out_target(source: NanotronCheckpoint, spec: TargetSpec) -> Target:
-    """Return the target's files; raises TargetError or ParamGroupError with every reason why it cannot be built."""
-    raise_all([*_problems(source, spec), *_group_problems(source, spec.dialect)])
-    return _Layouter(source, spec).target()
+    def lay_out(self, numbers: Iterable[int]) -> tuple[tuple[OutputFile, ...], Manifest]:
+        """Return the files of the given outlines, and the manifest of their payloads; to be called once."""
+        files = tuple(self.outlines[number].lay_out() for number in numbers)
+        source = self._layouter.source.manifest
+        return files, self._layouter.builder.build(source.param_groups, source.steps)
 
 
 def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeError]:
@@ -155,13 +168,18 @@ class _Layouter:
         self.layouts = self._layouts()
         self.stage_of = self._stages()
         self.stages = self._stage_parameters()
+        patterns: dict[ParamLayout, int] = {}
+        self._pattern = {
+            fqn: patterns.setdefault(replace(layout, fqn=""), len(patterns)) for fqn, layout in self.layouts.items()
+        }
 
-    def target(self) -> Target:
-        """Return all files and the manifest of their payloads."""
-        files = [*self._weights(), *self._optimizer(), *self._schedulers(), *self._documents()]
+    def outlines(self) -> Iterator[Outline]:
+        """Yield all files, in the order in which they are written."""
+        yield from self._weights()
+        yield from self._optimizer()
+        for file in (*self._schedulers(), *self._documents()):
+            yield Outline(file.nbytes, partial(_same, file))
         self.remarks.append("random states are not written: no nanotron trainer loads them")
-        manifest = self.builder.build(self.source.manifest.param_groups, self.source.manifest.steps)
-        return Target(self.spec, tuple(files), manifest, tuple(self.remarks))
 
     def _layouts(self) -> dict[str, ParamLayout]:
         """Return every parameter's layout, vocabulary matrices padded for the target, in the target's order."""
@@ -233,12 +251,13 @@ class _Layouter:
     def _stage(self, fqn: str) -> int:
         return self.stage_of[block_of(fqn) or ""]
 
-    def _weights(self) -> Iterator[OutputFile]:
+    def _weights(self) -> Iterator[Outline]:
         for fqn, layout in self.layouts.items():
-            tensor = self.builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype)
             stage = self._stage(fqn)
+            nbytes = prod(layout.local_shape(self.topology)) * ITEMSIZE[layout.dtype]
             if not layout.is_sharded:
-                yield self._weight(layout, tensor, WeightName(fqn), Coordinates(0, stage, 0, 0))
+                name, at = WeightName(fqn), Coordinates(0, stage, 0, 0)
+                yield Outline(nbytes, partial(self._weight, layout, name, at))
                 continue
             num_ep = self.topology.ep if layout.experts else 1
             for ep in range(num_ep):
@@ -246,9 +265,10 @@ class _Layouter:
                     name = WeightName(
                         fqn, (stage, self.topology.pp), (tp, self.topology.tp), (ep, num_ep) if num_ep > 1 else None
                     )
-                    yield self._weight(layout, tensor, name, Coordinates(tp, stage, 0, ep))
+                    yield Outline(nbytes, partial(self._weight, layout, name, Coordinates(tp, stage, 0, ep)))
 
-    def _weight(self, layout: ParamLayout, tensor: int, name: WeightName, at: Coordinates) -> OutputFile:
+    def _weight(self, layout: ParamLayout, name: WeightName, at: Coordinates) -> OutputFile:
+        tensor = self.builder.tensor(TensorKey(layout.fqn, WEIGHT), layout.shape, layout.dtype)
         path = f"model/{format_weight_name(name)}"
         shape = layout.local_shape(self.topology)
         metadata = shard_metadata(layout, self.topology, at.tp, at.ep, self.dialect.shard_version)
@@ -259,18 +279,30 @@ class _Layouter:
             self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
         return OutputFile(path, (Literal(header), Payload(buffer, nbytes)))
 
-    def _optimizer(self) -> Iterator[OutputFile]:
+    def _optimizer(self) -> Iterator[Outline]:
         topology = self.topology
+        parts = topology.dp if self.zero_stage else 1
+        stages = [sum(map(self._state_bytes, stage)) // parts for stage in self.stages]
         for at in topology if self.zero_stage else replace(topology, dp=1):
-            name = RankName(
-                (at.pp, self.topology.pp), (at.tp, self.topology.tp),
-                (at.dp, self.topology.dp) if self.zero_stage else None,
-                (at.ep, topology.ep) if self.dialect.names_experts else None,
-            )  # fmt: skip
-            path = f"optimizer/{format_rank_name('optimizer', name)}"
-            stem = path.removesuffix(".pt").rpartition("/")[2]
-            yield OutputFile(path, tuple(lay_out(self._state_dict(path, at), stem)))
-        yield OutputFile("optimizer/optimizer_config.json", (Literal(json.dumps(self._optimizer_config()).encode()),))
+            yield Outline(stages[at.pp], partial(self._optimizer_file, at))
+        config = json.dumps(self._optimizer_config()).encode()
+        yield Outline(len(config), partial(_same, OutputFile("optimizer/optimizer_config.json", (Literal(config),))))
+
+    def _state_bytes(self, fqn: str) -> int:
+        """Return the bytes that the ranks of one data-parallel group keep of a parameter's states."""
+        dtypes = [dtype for dtype in self.source.states[fqn].values() if isinstance(dtype, str)]
+        itemsize = sum(ITEMSIZE[dtype] for dtype in dtypes) + 4 * self.source.has_masters
+        return prod(self.layouts[fqn].local_shape(self.topology)) * itemsize
+
+    def _optimizer_file(self, at: Coordinates) -> OutputFile:
+        name = RankName(
+            (at.pp, self.topology.pp), (at.tp, self.topology.tp),
+            (at.dp, self.topology.dp) if self.zero_stage else None,
+            (at.ep, self.topology.ep) if self.dialect.names_experts else None,
+        )  # fmt: skip
+        path = f"optimizer/{format_rank_name('optimizer', name)}"
+        stem = path.removesuffix(".pt").rpartition("/")[2]
+        return OutputFile(path, lay_out(self._state_dict(path, at), stem))
 
     def _slice(self, layout: ParamLayout, at: Coordinates) -> tuple[int, int]:
         numel = prod(layout.local_shape(self.topology))
@@ -278,35 +310,42 @@ class _Layouter:
 
     def _state_dict(self, path: str, at: Coordinates) -> dict[str, Any]:
         """Return what a rank saves. An empty ZeRO-1 slice has no id, but its own group stays where there is one."""
-        tensor = partial(self._tensor, path, at)
         names: dict[int, str] = {}
-        state: dict[int, dict[str, Any]] = {}
-        masters: dict[str, NewTensor] = {}
         groups: list[dict[str, Any]] = []
         for fqn in self.stages[at.pp]:
             layout = self.layouts[fqn]
             if at.tp and is_row_bias(layout, self.layouts):
                 continue
-            flat = self._slice(layout, at)
-            ids = [len(names)] if flat[1] > flat[0] else []
+            start, stop = self._slice(layout, at)
+            ids = [len(names)] if stop > start else []
+            names.update(dict.fromkeys(ids, fqn))
             if self.dialect.group_per_parameter or not groups:
                 groups.append(self._group(fqn, ids))
             else:
                 groups[0]["params"].extend(ids)
-            for number in ids:
-                names[number] = fqn
-                entries = self.source.states[fqn]
-                if entries:
-                    state[number] = {
-                        key: _scalar(entry) if isinstance(entry, Scalar) else tensor(fqn, key, entry, flat)
-                        for key, entry in entries.items()
-                    }
-                if self.source.has_masters:
-                    masters[fqn] = tensor(fqn, MASTER, "float32", flat)
+        entries = [
+            (fqn, key, entry)
+            for fqn in names.values()
+            for key, entry in self.source.states[fqn].items()
+            if isinstance(entry, str)
+        ]
+        if self.source.has_masters:
+            entries += [(fqn, MASTER, "float32") for fqn in names.values()]
+        tensors = self._tensors(path, at, entries)
+        state = {
+            number: {
+                key: _scalar(entry) if isinstance(entry, Scalar) else tensors[fqn, key]
+                for key, entry in self.source.states[fqn].items()
+            }
+            for number, fqn in names.items()
+            if self.source.states[fqn]
+        }
         result: dict[str, Any] = {
             "state": state, "param_groups": groups, "names": {n: fqn for n, fqn in names.items() if n in state},
         }  # fmt: skip
-        return {**result, "gradient_accumulator": masters} if self.source.has_masters else result
+        if self.source.has_masters:
+            result["gradient_accumulator"] = {fqn: tensors[fqn, MASTER] for fqn in names.values()}
+        return result
 
     def _group(self, fqn: str, ids: list[int]) -> dict[str, Any]:
         values = self.source.hyperparameters[fqn]
@@ -314,16 +353,34 @@ class _Layouter:
         ordered += [key for key in values if key not in ordered]
         return {**{key: values[key] for key in ordered}, "params": ids}
 
-    def _tensor(
-        self, path: str, at: Coordinates, fqn: str, state: str, dtype: str, flat: tuple[int, int]
-    ) -> NewTensor:  # fmt: skip
-        layout = self.layouts[fqn]
-        tensor = self.builder.tensor(TensorKey(fqn, state), layout.shape, dtype)
-        buffer = self.builder.buffer(path, 0, (flat[1] - flat[0]) * ITEMSIZE[dtype], dtype)
-        for view in layout.views(self.topology, at.tp, at.ep, flat):
-            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
-        shape = (flat[1] - flat[0],) if self.zero_stage else layout.local_shape(self.topology)
-        return NewTensor(dtype, shape, buffer)
+    def _tensors(
+        self, path: str, at: Coordinates, entries: Sequence[tuple[str, str, str]]
+    ) -> dict[tuple[str, str], NewTensor]:
+        """Declare (fqn, state, dtype) entries of a rank, in the file's order; those of one layout together."""
+        shapes: dict[int, tuple[int, ...]] = {}
+        flats: dict[int, tuple[int, int]] = {}
+        alike: dict[int, list[int]] = {}
+        tensor = np.empty(len(entries), np.int64)
+        nbytes = np.empty(len(entries), np.int64)
+        for number, (fqn, state, dtype) in enumerate(entries):
+            layout, pattern = self.layouts[fqn], self._pattern[fqn]
+            if pattern not in alike:
+                start, stop = flats[pattern] = self._slice(layout, at)
+                shapes[pattern] = (stop - start,) if self.zero_stage else layout.local_shape(self.topology)
+            alike.setdefault(pattern, []).append(number)
+            tensor[number] = self.builder.tensor(TensorKey(fqn, state), layout.shape, dtype)
+            nbytes[number] = (flats[pattern][1] - flats[pattern][0]) * ITEMSIZE[dtype]
+        dtypes = np.array([DTYPES.index(dtype) for _, _, dtype in entries], np.int64)
+        buffer = self.builder.buffers(path, np.zeros_like(nbytes), nbytes, dtypes)
+        rank = self.topology.rank(at)
+        for pattern, numbers in alike.items():
+            layout = self.layouts[entries[numbers[0]][0]]
+            for view in layout.views(self.topology, at.tp, at.ep, flats[pattern]):
+                self.builder.shards(tensor[numbers], view.region, rank, buffer[numbers], *view[1:])
+        return {
+            (fqn, state): NewTensor(dtype, shapes[self._pattern[fqn]], at_buffer)
+            for (fqn, state, dtype), at_buffer in zip(entries, buffer.tolist(), strict=True)
+        }
 
     def _optimizer_config(self) -> dict[str, Any]:
         topology = self.topology
@@ -359,6 +416,10 @@ class _Layouter:
         self.remarks.extend(remarks)
         for path, data in contents.items():
             yield OutputFile(path, (Literal(data),))
+
+
+def _same(file: OutputFile) -> OutputFile:
+    return file
 
 
 def _scalar(scalar: Scalar) -> NewTensor | float:
