@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -30,12 +31,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def torchrun(*argv: str | Path, ranks: int = 2, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line on several ranks; ``code`` runs in each first."""
+def torchrun(
+    *argv: str | Path, ranks: int = 2, code: str | None = None, said: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line on several ranks; ``code`` runs in each first, and may write below ``said``."""
     launch = ["--no-python", sys.executable, "-c", code] if code else ["-m", "nemo_optim_bridge"]
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *launch, *argv],
-        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "SAID": str(said)},
     )  # fmt: skip
 
 
@@ -123,3 +127,50 @@ def test_a_rank_that_is_killed_ends_all(real: Real, tmp_path: Path) -> None:
     assert ran.returncode != 0
     assert not (tmp_path / "out").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_plan_and_read_their_own_share(real: Real, reshard: Reshard, tmp_path: Path) -> None:
+    """Each optimizer file is indexed by one rank, each rank plans a part, large files are written by several."""
+    options = "--tp 2 --pp 1 --dp 1 --zero 0"
+    alone = reshard(real(ZERO), options, out="one")
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from nemo_optim_bridge.core import write\n"
+        "from nemo_optim_bridge.formats.nanotron import optimizer, reshard\n"
+        "write.SEGMENT_BYTES = 4096\n"
+        "said = Path(os.environ['SAID'], os.environ['RANK']).open('a')\n"
+        "def spy(module, name, show):\n"
+        "    real = getattr(module, name)\n"
+        "    def call(*args):\n"
+        "        result = real(*args)\n"
+        "        print(name, show(args, result), file=said, flush=True)\n"
+        "        return result\n"
+        "    setattr(module, name, call)\n"
+        "spy(optimizer, 'read_optimizer_shard', lambda args, result: args[0].name)\n"
+        "spy(reshard, 'make_plan', lambda args, result: len(result))\n"
+        "spy(write.SegmentWriter, 'write', lambda args, result: args[0]._files[args[1].file].path)\n"
+        "from nemo_optim_bridge.formats.nanotron import reader\n"
+        "reader.read_optimizer_shard = optimizer.read_optimizer_shard\n"
+        "from nemo_optim_bridge.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    said = tmp_path / "said"
+    said.mkdir()
+    where = real(ZERO), tmp_path / "ranks"
+    ran = torchrun("reshard", *where, *options.split(), "--json", ranks=3, code=code, said=said)
+    assert ran.returncode == 0, ran.stderr
+    assert contents(tmp_path / "ranks") == contents(tmp_path / "one")
+    summary = json.loads(ran.stdout)
+    counts = ("files_to_read", "files_to_write", "bytes_to_read", "bytes_to_write", "pieces", "replicas")
+    assert [summary[name] for name in counts] == [alone[name] for name in counts]
+    lines = [[line.split() for line in (said / str(rank)).read_text().splitlines()] for rank in range(3)]
+    indexed = [[word for name, word in rank if name == "read_optimizer_shard"] for rank in lines]
+    assert sorted(file for files in indexed for file in files) == sorted(
+        path.name for path in (real(ZERO) / "optimizer").glob("*.pt")
+    )
+    assert all(len(files) in (2, 3) for files in indexed)
+    planned = [int(word) for rank in lines for name, word in rank if name == "make_plan"]
+    assert len(planned) == 3 and all(0 < pieces < alone["pieces"] for pieces in planned)
+    written = [{word for name, word in rank if name == "write"} for rank in lines]
+    assert sum(map(len, written)) > len({file for files in written for file in files})  # a file had two writers
