@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -31,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread a processor, for nothing
     gc.set_threshold(100_000, 20, 20)  # checkpoints are described by millions of small objects, few of them garbage
     try:
         with terminations_raised():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -50,6 +49,8 @@ def errors_reported(as_json: bool) -> Iterator[None]:
         typer.echo("error: interrupted; nothing was written", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
     except Exception as error:
+        import logging
+
         logging.getLogger(__name__).debug("unexpected error", exc_info=True)
         what = f"{type(error).__name__}: {error}"
         typer.echo(f"error: unexpected {printable(what)}; nothing was written. Please report it", err=True)
