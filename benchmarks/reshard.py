@@ -5,13 +5,13 @@
 
 Prints a Markdown table a case. Seconds are the work alone, without interpreter start and imports, and for DCP without
 forming a process group; ``whole`` is from start to exit. ``x cp`` is the ratio to ``cp --reflink=never`` of the same
-files in the same round, ``x ours`` that to the variant of ours that does the same work: median, with the least and the
-greatest. The page cache is warm and nothing is synced. ``anonymous`` and ``file`` are the peaks of one process,
-sampled every 20 ms; ``extra`` is its peak over what it held after its imports and over the state that it loaded.
-``read`` and ``written`` are what the system calls moved (mapped files do not count). Outputs are compared bit for bit
-in the first round, outside the timer. ``others`` is how many processors other programs kept busy meanwhile: above
-``QUIET`` the result is marked as not to be published, and the exit code is 1. Slow variants run in the first
-``SLOW_ROUNDS`` rounds only; the table says in how many each ran.
+files in the same round, ``x ours`` that to the variant of ours that it names: median, with the least and the greatest.
+The page cache is warm and nothing is synced. ``anonymous`` and ``file`` are the peaks of one process, sampled every
+20 ms; ``extra`` is its peak over what it held after its imports and over the state that it loaded. ``read`` and
+``written`` are what the system calls moved (mapped files do not count). Outputs are compared bit for bit in the first
+round, outside the timer. ``others`` is how many processors other programs kept busy meanwhile: above ``QUIET`` the
+result is marked as not to be published, and the exit code is 1. Slow variants run in the first ``SLOW_ROUNDS`` rounds
+only; the table says in how many each ran.
 
 What the variants are:
 
@@ -21,7 +21,8 @@ What the variants are:
     reshard, inspect           the whole command as a user types it, with --no-fsync
     dcp-2                      torch DCP load + save of the same tensors, 2 processes; against ours-2
     nanotron, ours-load        both target ranks' optimizer state loaded into CPU tensors, one after the other: as
-                               nanotron's loader does, and as ours does without its checks
+                               nanotron's loader does, and as ours does without its checks. nanotron is compared with
+                               ours-1 too, which also moves the weights and writes files
     torch-cat                  torch.load + torch.cat + torch.save of the optimizer files
 """
 
@@ -62,7 +63,7 @@ COMMANDS = ("inspect", "reshard")
 OTHERS = ("dcp-2", "torch-cat", "ours-load", "nanotron")
 SLOW = ("dcp-2", "torch-cat", "nanotron")
 OPTIMIZER_ONLY = ("torch-cat", "ours-load", "nanotron")  # compared with cp of the optimizer's files
-COUNTERPARTS = {"dcp-2": "ours-2", "nanotron": "ours-load"}
+COUNTERPARTS = {"dcp-2": ("ours-2",), "nanotron": ("ours-load", "ours-1")}
 
 
 @dataclass(frozen=True)
@@ -337,16 +338,21 @@ def _summary(variant: str, measured: Mapping[str, list[dict[str, Any]]]) -> dict
         name: median([run[name] for run in runs]) for name in names if all(name in run for run in runs)
     }
     copies = "cp-optimizer" if variant in OPTIMIZER_ONLY else "cp"
-    for other, what in (("cp", copies), ("ours", COUNTERPARTS.get(variant, ""))):
-        for name in ("seconds", "cpu"):
-            pairs = zip(runs, measured.get(what, []), strict=False)
-            ratios = [run[name] / base[name] for run, base in pairs if base[name]]
+    for name in ("seconds", "cpu"):
+        for column, bases in ((f"{name}_x_cp", (copies,)), (f"{name}_x_ours", COUNTERPARTS.get(variant, ()))):
+            ratios = {base: _ratio(runs, measured[base], name) for base in bases if base in measured}
             if ratios:
-                found[f"{name}_x_{other}"] = [median(ratios), min(ratios), max(ratios)]
+                found[column] = ratios
     return {
         "variant": variant, "rounds": len(runs), **found,
         "others": [round(run["others"], 2) for run in runs],
     }  # fmt: skip
+
+
+def _ratio(runs: list[dict[str, Any]], bases: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the median, the least and the greatest of the ratios of the rounds that both ran in."""
+    ratios = [run[name] / max(base[name], 1 / TICK) for run, base in zip(runs, bases, strict=False)]
+    return [median(ratios), min(ratios), max(ratios)]
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -365,7 +371,11 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name in RATIOS:
-        return f"{value[0]:.2f} ({value[1]:.2f}-{value[2]:.2f})"
+        cells = [
+            f"{'' if base.startswith('cp') else base + ' '}{middle:.2f} ({least:.2f}-{greatest:.2f})"
+            for base, (middle, least, greatest) in value.items()
+        ]
+        return ", ".join(cells)
     if name == "others":
         return f"{max(value):.2f}"
     if name in SECONDS:
