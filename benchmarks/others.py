@@ -1,6 +1,7 @@
-"""How others re-shard a nanotron optimizer state: the variants that ``reshard.py`` compares with.
+"""How others re-shard a nanotron checkpoint, and how we load one: the variants that ``reshard.py`` compares with.
 
-Each takes tensor parallel checkpoints of one pipeline stage without ZeRO, and works on the optimizer files alone.
+Each takes a tensor parallel checkpoint of one pipeline stage without ZeRO and without experts. ``dcp-2`` moves what
+``reshard`` moves, the weights included; the others work on the optimizer files alone.
 """
 
 from __future__ import annotations
@@ -10,18 +11,35 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_optim_bridge.core.checkpoint import MASTER
+from nemo_optim_bridge.core.live import load_tensors
+from nemo_optim_bridge.core.manifest import TensorKey
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout
+from nemo_optim_bridge.formats.nanotron.names import WeightName, format_weight_name
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint
 from nemo_optim_bridge.formats.topology import Topology
 
-#: Does the work; what it returns, if anything, is done when the clock has stopped.
-Work = Callable[[], Callable[[], None] | None]
 State = dict[str, Any]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is left to do when the clock has stopped, and how many bytes of loaded state it holds."""
+
+    run: Callable[[], None]
+    held: int = 0
+
+
+#: Does what is measured.
+Work = Callable[[], Finish | None]
 
 
 def file_name(tp: int, size: int) -> str:
@@ -69,9 +87,12 @@ def torch_cat(source: Path, out: Path, to: Mapping[str, int]) -> Work:
     return work
 
 
+# --- loading: every target rank in turn, into CPU tensors -----------------------------------------------------------
+
+
 def nanotron(source: Path, out: Path, to: Mapping[str, int]) -> Work:
     """Load as nanotron's ``load_optimizer`` does: every target rank reads every file, fills an unsharded buffer from
-    all shards and takes its slices. Saving is no part of it: the result is written for the check when it has ended.
+    all shards and takes its slices.
     """
     checkpoint = read_checkpoint(source)
     old, new = checkpoint.topology, Topology(tp=to["tp"])
@@ -88,101 +109,204 @@ def nanotron(source: Path, out: Path, to: Mapping[str, int]) -> Work:
             mine[index(local)] = whole[index(everywhere)]
         return mine
 
-    def work() -> Callable[[], None]:
-        loaded: list[State] = []
-        for rank in range(new.tp):
-            files = [source / "optimizer" / file_name(tp, old.tp) for tp in range(old.tp)]
-            shards = [torch.load(file, map_location="cpu") for file in files]
-            result: State = {"state": {}, "gradient_accumulator": {}}
-            for entries in zip(*(tensors(shard) for shard in shards), strict=True):
-                fqn, _, key = entries[0]
-                values = [mapping[key] for _, mapping, key in entries]
-                place = result["gradient_accumulator"] if key == fqn else result["state"].setdefault(fqn, {})
-                place[key] = merged(checkpoint.layouts[fqn], values, rank)
-            del shards
-            loaded.append(result)
-        return lambda: save(loaded)
+    def load(rank: int) -> State:
+        files = [source / "optimizer" / file_name(tp, old.tp) for tp in range(old.tp)]
+        shards = [torch.load(file, map_location="cpu") for file in files]
+        result: State = {"state": {}, "gradient_accumulator": {}}
+        for entries in zip(*(tensors(shard) for shard in shards), strict=True):
+            fqn, _, key = entries[0]
+            values = [mapping[key] for _, mapping, key in entries]
+            place = result["gradient_accumulator"] if key == fqn else result["state"].setdefault(fqn, {})
+            place[key] = merged(checkpoint.layouts[fqn], values, rank)
+        return result
 
-    def save(loaded: list[State]) -> None:
+    return lambda: _to_save([load(rank) for rank in range(new.tp)], out)
+
+
+def ours_load(source: Path, out: Path, to: Mapping[str, int]) -> Work:
+    """Load as this package does in training, but for its checks: every target rank reads the headers and its boxes."""
+    topology = Topology(tp=to["tp"])
+
+    def load(rank: int) -> State:
+        checkpoint = read_checkpoint(source)
+        result: State = {"state": {}, "gradient_accumulator": {}}
+        boxes = []
+        for fqn, layout in checkpoint.layouts.items():
+            result["state"][fqn] = {}
+            for state in (*MOMENTS, MASTER):
+                tensor = torch.empty(layout.local_shape(topology))
+                place, key = (result["gradient_accumulator"], fqn) if state == MASTER else (result["state"][fqn], state)
+                place[key] = tensor
+                for view in layout.views(topology, rank, 0):
+                    box = tensor.as_strided(view.region.shape, view.stride, view.storage_offset)
+                    boxes.append((TensorKey(fqn, state), view.region, box))
+        load_tensors(checkpoint.manifest, boxes, rank=rank)
+        return result
+
+    return lambda: _to_save([load(rank) for rank in range(topology.tp)], out)
+
+
+def _to_save(loaded: list[State], out: Path) -> Finish:
+    """Return how loaded states are written for the check."""
+    held = sum(mapping[key].nbytes for state in loaded for mapping, key in _loaded_tensors(state))
+
+    def save() -> None:
         out.mkdir()
         for rank, state in enumerate(loaded):
-            torch.save(state, out / file_name(rank, new.tp))
+            torch.save(state, out / file_name(rank, len(loaded)))
 
-    return work
+    return Finish(save, held)
+
+
+def _loaded_tensors(state: State) -> Iterator[tuple[Mapping[str, torch.Tensor], str]]:
+    for mapping in (*state["state"].values(), state["gradient_accumulator"]):
+        for key in mapping:
+            yield mapping, key
+
+
+# --- torch.distributed.checkpoint -----------------------------------------------------------------------------------
 
 
 def dcp(source: Path, out: Path, to: Mapping[str, int]) -> Work:
-    """Load a torch DCP checkpoint of the same tensors at the new size and save it again, a process a target rank."""
+    """Load a torch DCP checkpoint of the same tensors at the new size and save it again, a process a target rank.
 
-    saved = source.parent / f"{source.name}-dcp"
-    if not saved.exists():
-        _ranks(read_checkpoint(source).topology.tp, _save_dcp, source, saved)
+    The processes have started, and formed their group and mesh, before the clock starts.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter, load, save
 
-    def work() -> None:
-        _ranks(to["tp"], _move_dcp, source, saved, out)
+    layouts = read_checkpoint(source).layouts
+
+    def move(rank: int, mesh: Any) -> Callable[[], None]:
+        def work() -> None:
+            state = {name: tensor for name, tensor, _ in _sharded(layouts, mesh)}
+            load(state, checkpoint_id=saved_by_dcp(source))
+            save(state, storage_writer=FileSystemWriter(out, sync_files=False))
+
+        return work
+
+    ranks = Ranks(to["tp"], move)
+
+    def work() -> Finish:
+        ranks.run()
+        return Finish(ranks.end)
 
     return work
 
 
-def _sharded(source: Path, size: int, rank: int) -> Iterator[tuple[str, Any, ParamLayout]]:
+def saved_by_dcp(source: Path) -> Path:
+    """Return where a checkpoint lies as DCP saved it."""
+    return source.parent / f"{source.name}-dcp"
+
+
+def save_by_dcp(source: Path) -> None:
+    """Write a checkpoint's tensors as DCP does, a process a tensor parallel rank, for ``dcp`` to load."""
+    checkpoint = read_checkpoint(source)
+    layouts, out = checkpoint.layouts, saved_by_dcp(source)
+    ranks = Ranks(checkpoint.topology.tp, lambda rank, mesh: lambda: _save_dcp(source, layouts, rank, mesh, out))
+    ranks.run()
+    ranks.end()
+
+
+def _sharded(layouts: Mapping[str, ParamLayout], mesh: Any) -> Iterator[tuple[str, Any, ParamLayout]]:
     """Yield name, an empty DTensor, and the layout of every tensor, cut evenly along the parameter's dimension."""
-    from torch.distributed.tensor import Replicate, Shard, init_device_mesh, zeros
+    from torch.distributed.tensor import Replicate, Shard, zeros
 
-    mesh = init_device_mesh("cpu", (size,))
-    for fqn, layout in read_checkpoint(source).layouts.items():
+    for fqn, layout in layouts.items():
         placement = Replicate() if layout.dim is None else Shard(layout.dim)
-        for state in ("exp_avg", "exp_avg_sq", "master"):
-            yield f"{state}.{fqn}", zeros(layout.shape, device_mesh=mesh, placements=[placement]), layout
+        for state in (*MOMENTS, "master", "weight"):
+            dtype = torch.bfloat16 if state == "weight" else torch.float32
+            yield (
+                f"{state}.{fqn}",
+                zeros(layout.shape, dtype=dtype, device_mesh=mesh, placements=[placement]),
+                layout,
+            )
 
 
-def _save_dcp(rank: int, size: int, source: Path, out: Path) -> None:
+def _save_dcp(source: Path, layouts: Mapping[str, ParamLayout], rank: int, mesh: Any, out: Path) -> None:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint import save
+
+    size = mesh.size()
     shard = torch.load(source / "optimizer" / file_name(rank, size))
     numbers = {fqn: number for number, fqn in shard["names"].items()}
     state = {}
-    for name, tensor, layout in _sharded(source, size, rank):
+    for name, tensor, layout in _sharded(layouts, mesh):
         kind = name.partition(".")[0]
-        masters = shard["gradient_accumulator"]
-        value = masters[layout.fqn] if kind == "master" else shard["state"][numbers[layout.fqn]][kind]
+        if kind == "weight":
+            ranks = ((0, 1), (rank, size)) if layout.is_sharded else (None, None)
+            value = load_file(source / "model" / format_weight_name(WeightName(layout.fqn, *ranks)))["data"]
+        elif kind == "master":
+            value = shard["gradient_accumulator"][layout.fqn]
+        else:
+            value = shard["state"][numbers[layout.fqn]][kind]
         tensor.to_local().copy_(value)
         state[name] = tensor
-    torch.distributed.checkpoint.save(state, checkpoint_id=out)
+    save(state, checkpoint_id=out)
 
 
-def _move_dcp(rank: int, size: int, source: Path, saved: Path, out: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter, load, save
+class Ranks:
+    """Forked processes that form a gloo group and a mesh, and then wait for ``run``."""
 
-    state = {name: tensor for name, tensor, _ in _sharded(source, size, rank)}
-    load(state, checkpoint_id=saved)
-    save(state, storage_writer=FileSystemWriter(out, sync_files=False))
+    def __init__(self, size: int, prepare: Callable[[int, Any], Callable[[], None]]) -> None:
+        """Start them; ``prepare`` is called in each with its rank and the mesh, and returns what ``run`` calls."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        context = multiprocessing.get_context("fork")
+        self._connections = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, size, address, prepare, there), daemon=True)
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+        self._hear()
+
+    def run(self) -> None:
+        """Let all do their work at once, and wait for them."""
+        self._tell()
+        self._hear()
+
+    def end(self) -> None:
+        """Let them leave their group and end."""
+        self._tell()
+        for process in self._processes:
+            process.join()
+            if process.exitcode:
+                raise RuntimeError(f"a rank ended with exit code {process.exitcode}")
+
+    def _tell(self) -> None:
+        for connection in self._connections:
+            connection.send(None)
+
+    def _hear(self) -> None:
+        for connection in self._connections:
+            connection.recv()  # raises EOFError when the rank has failed
 
 
-def _ranks(size: int, function: Callable[..., None], *arguments: object) -> None:
-    """Run a function in forked processes that form a gloo group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _rank_main(rank: int, size: int, address: str, prepare: Any, parent: Connection) -> None:
+    from torch.distributed.tensor import init_device_mesh
 
-    def rank_main(rank: int) -> None:
-        address = f"tcp://127.0.0.1:{port}"
-        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-        function(rank, size, *arguments)
-        torch.distributed.destroy_process_group()
-
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank_main, args=(rank,)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError("a rank failed")
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    work = prepare(rank, init_device_mesh("cpu", (size,)))
+    parent.send(None)
+    parent.recv()
+    work()
+    parent.send(None)
+    parent.recv()
+    torch.distributed.destroy_process_group()
 
 
 VARIANTS: dict[str, Callable[[Path, Path, Mapping[str, int]], Work]] = {
     "torch-cat": torch_cat,
+    "ours-load": ours_load,
     "nanotron": nanotron,
     "dcp-2": dcp,
 }
+
+LOADS = ("ours-load", "nanotron")
 
 
 # --- are the results right? -----------------------------------------------------------------------------------------
@@ -203,14 +327,14 @@ def check(variant: str, reference: Path, source: Path, out: Path) -> bool:
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
         trees = []
-        for folder in (source.parent / f"{source.name}-dcp", out):
+        for folder in (saved_by_dcp(source), out):
             whole = out / "whole.pt"
             dcp_to_torch_save(folder, whole)
             trees.append(torch.load(whole, weights_only=False))
         return same(*trees)
     for file in (reference / "optimizer").glob("*.pt"):
         wanted, found = torch.load(file, mmap=True), torch.load(out / file.name, mmap=True)
-        if variant == "nanotron":  # it names states by parameter, and has no steps and groups
+        if variant in LOADS:  # states by parameter, without steps and groups
             states: State = {}
             for fqn, mapping, key in tensors(wanted):
                 if key != fqn:
@@ -222,9 +346,12 @@ def check(variant: str, reference: Path, source: Path, out: Path) -> bool:
 
 
 def main() -> int:
-    """Check the output of a variant; return 0 when it is right."""
-    variant, *paths = sys.argv[1:]
-    return 0 if check(variant, *(Path(path) for path in paths)) else 1
+    """Check the output of a variant, or make what ``dcp-2`` loads; return 0 when all is right."""
+    what, *paths = sys.argv[1:]
+    if what == "save-by-dcp":
+        save_by_dcp(Path(*paths))
+        return 0
+    return 0 if check(what, *(Path(path) for path in paths)) else 1
 
 
 if __name__ == "__main__":

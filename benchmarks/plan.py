@@ -1,7 +1,11 @@
-"""Measure planning alone: time, size and peak memory per piece.
+"""Measure planning alone: time and memory a piece, each the median of fresh processes.
 
-Run one case per process: ``python benchmarks/plan.py --case tp --pieces 1000000``. Peak memory is what the process
-gained over the manifests, which are built before the clock starts.
+    python benchmarks/plan.py                                # tp 64 -> 32, a million pieces
+    python benchmarks/plan.py --case grid --case zero --processes 9
+
+Prints a Markdown table. ``us`` is the wall time and ``CPU us`` the processor time of a process's second plan, the first
+of which touched fresh memory; ``peak bytes`` is what the process gained while it made the first one over the
+manifests, which are built before the clock starts, and ``held bytes`` what the plan itself keeps.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +21,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.manifest import Manifest, TensorKey
@@ -119,39 +125,55 @@ def plan_bytes(plan: Plan) -> int:
     return sum(column.nbytes for column in columns)
 
 
-def main() -> None:
-    """Print one case's numbers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=CASES, default="tp")
-    parser.add_argument("--pieces", type=int, default=1_000_000, help="about how many (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    per_tensor, shape, source_boxes, target_boxes = CASES[options.case]
-    num_tensors = max(1, round(options.pieces / per_tensor))
+def measure(case: str, pieces: int) -> dict[str, Any]:
+    """Plan a case twice in this process; times are in microseconds a piece, sizes in bytes a piece."""
+    per_tensor, shape, source_boxes, target_boxes = CASES[case]
+    num_tensors = max(1, round(pieces / per_tensor))
     source, target = manifest(num_tensors, shape, source_boxes), manifest(num_tensors, shape, target_boxes)
     with PeakRss() as peak:
         plan = make_plan(source, target)
-    wall, cpu = [], []
-    for _ in range(options.rounds):
-        start, start_cpu = time.perf_counter(), time.process_time()
-        make_plan(source, target)
-        wall.append((time.perf_counter() - start) / plan.pieces * 1e6)
-        cpu.append((time.process_time() - start_cpu) / plan.pieces * 1e6)
-    result = {
-        "case": options.case,
+    start, start_cpu = time.perf_counter(), time.process_time()
+    make_plan(source, target)
+    wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    return {
         "pieces": plan.pieces,
         "sources": len(source.shards),
         "targets": len(target.shards),
-        "us_per_piece": round(median(wall), 3),
-        "us_per_piece_min": round(min(wall), 3),
-        "cpu_us_per_piece": round(median(cpu), 3),
-        "plan_bytes_per_piece": round(plan_bytes(plan) / plan.pieces, 1),
-        "peak_bytes_per_piece": round(peak.gained / plan.pieces, 1),
-        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "us": wall / plan.pieces * 1e6,
+        "cpu_us": cpu / plan.pieces * 1e6,
+        "peak_bytes": peak.gained / plan.pieces,
+        "held_bytes": plan_bytes(plan) / plan.pieces,
     }
-    text = json.dumps(result) if options.json else "  ".join(f"{name} {value}" for name, value in result.items())
-    sys.stdout.write(text + "\n")
+
+
+def main() -> None:
+    """Measure the cases asked for, and print a row each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append", help="default: tp")
+    parser.add_argument("--pieces", type=int, default=1_000_000, help="about how many (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=5, help="fresh ones for each case (default: %(default)s)")
+    parser.add_argument("--run", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(measure(options.run, options.pieces)))
+        return
+    print("| case | pieces | shards, source | target | us a piece | CPU us | peak bytes | held bytes |")
+    print("|---" * 8 + "|")
+    for case in options.case or ["tp"]:
+        command = [sys.executable, __file__, "--run", case, "--pieces", str(options.pieces)]
+        runs = [
+            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            for _ in range(options.processes)
+        ]
+        counts = " | ".join(f"{runs[0][name]:,}" for name in ("pieces", "sources", "targets"))
+        times = " | ".join(_median(runs, name, 3) for name in ("us", "cpu_us"))
+        sizes = " | ".join(_median(runs, name, 0) for name in ("peak_bytes", "held_bytes"))
+        print(f"| {case} | {counts} | {times} | {sizes} |", flush=True)
+
+
+def _median(runs: list[dict[str, Any]], name: str, digits: int) -> str:
+    values = [run[name] for run in runs]
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 if __name__ == "__main__":

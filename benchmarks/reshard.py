@@ -3,12 +3,27 @@
     python benchmarks/reshard.py --dir FOLDER                       # all cases but those that need --case
     python benchmarks/reshard.py --dir FOLDER --case tp4-2 --rounds 7 --json RESULT.json
 
-Prints a Markdown table a case. Seconds are the work alone, without interpreter start and imports; ``whole`` is from
-start to exit. Ratios are to ``cp --reflink=never`` of the same files in the same round: median, with the least and the
-greatest. The page cache is warm and nothing is synced. ``anonymous`` and ``file`` are the peaks of one process,
-sampled every 20 ms; ``read`` and ``written`` are what the system calls moved (mapped files do not count). Outputs are
-compared bit for bit in the first round, outside the timer. ``others`` is how many processors other programs kept busy
-meanwhile: above ``QUIET`` the result is marked as not to be published, and the exit code is 1.
+Prints a Markdown table a case. Seconds are the work alone, without interpreter start and imports, and for DCP without
+forming a process group; ``whole`` is from start to exit. ``x cp`` is the ratio to ``cp --reflink=never`` of the same
+files in the same round, ``x ours`` that to the variant of ours that it names: median, with the least and the greatest.
+The page cache is warm and nothing is synced. ``anonymous`` and ``file`` are the peaks of one process, sampled every
+20 ms; ``extra`` is its peak over what it held after its imports and over the state that it loaded. ``read`` and
+``written`` are what the system calls moved (mapped files do not count). Outputs are compared bit for bit in the first
+round, outside the timer. ``others`` is how many processors other programs kept busy meanwhile: above ``QUIET`` the
+result is marked as not to be published, and the exit code is 1. Slow variants run in the first ``SLOW_ROUNDS`` rounds
+only; the table says in how many each ran.
+
+What the variants are:
+
+    ours-N[-nocrc|-crc|-all]   this package with N processes; it writes valid CRCs, checks no source CRCs and writes no
+                               receipt. nocrc: the benchmark takes the CRC function away, to show what it costs.
+                               crc: source CRCs are checked. all: and a receipt with digests is written.
+    reshard, inspect           the whole command as a user types it, with --no-fsync
+    dcp-2                      torch DCP load + save of the same tensors, 2 processes; against ours-2
+    nanotron, ours-load        both target ranks' optimizer state loaded into CPU tensors, one after the other: as
+                               nanotron's loader does, and as ours does without its checks. nanotron is compared with
+                               ours-1 too, which also moves the weights and writes files
+    torch-cat                  torch.load + torch.cat + torch.save of the optimizer files
 """
 
 from __future__ import annotations
@@ -28,20 +43,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = 0.2  # processors
 TICK = os.sysconf("SC_CLK_TCK")
 SMALL = ROOT / "tests/data/nanotron/nt04-llama_tied-z0-tp2-pp1-dp1-ep1"
-OURS = {
-    "ours-1": {"workers": 1, "crc_check": False, "receipt": False},
-    "ours-2": {"workers": 2, "crc_check": False, "receipt": False},
-    "ours-1-crc": {"workers": 1, "crc_check": True, "receipt": False},
-    "ours-2-crc": {"workers": 2, "crc_check": True, "receipt": False},
-    "ours-1-all": {"workers": 1, "crc_check": True, "receipt": True},
-    "ours-2-all": {"workers": 2, "crc_check": True, "receipt": True},
+SLOW_ROUNDS = 3
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "ours-1-nocrc": {"workers": 1, "crc": False},
+    "ours-2-nocrc": {"workers": 2, "crc": False},
+    "ours-1": {"workers": 1},
+    "ours-2": {"workers": 2},
+    "ours-2-crc": {"workers": 2, "check": True},
+    "ours-1-all": {"workers": 1, "check": True, "receipt": True},
+    "ours-2-all": {"workers": 2, "check": True, "receipt": True},
 }
-SLOW = ("torch-cat", "nanotron", "dcp-2")
+COMMANDS = ("inspect", "reshard")
+OTHERS = ("dcp-2", "torch-cat", "ours-load", "nanotron")
+SLOW = ("dcp-2", "torch-cat", "nanotron")
+OPTIMIZER_ONLY = ("torch-cat", "ours-load", "nanotron")  # compared with cp of the optimizer's files
+COUNTERPARTS = {"dcp-2": ("ours-2",), "nanotron": ("ours-load", "ours-1")}
 
 
 @dataclass(frozen=True)
@@ -50,19 +72,32 @@ class Case:
 
     make: Mapping[str, int]
     to: Mapping[str, int]
-    variants: tuple[str, ...] = ("cp", *OURS)
+    variants: tuple[str, ...] = ("cp", "ours-1", "ours-2", "ours-2-all")
     on_demand: bool = False
 
 
 TWO_GB = {"layers": 48, "hidden": 512, "intermediate": 1536}
 CASES = {
-    "tp4-2": Case({**TWO_GB, "tp": 4}, {"tp": 2}, ("cp", *OURS, "cp-optimizer", *SLOW)),
+    "tp4-2": Case({**TWO_GB, "tp": 4}, {"tp": 2}, ("cp", *OURS, "reshard", "cp-optimizer", *OTHERS)),
     "tp4-8": Case({**TWO_GB, "tp": 4}, {"tp": 8}),
-    "zero4-2": Case({**TWO_GB, "tp": 1, "dp": 4, "zero": 1}, {"dp": 2}),
-    "mixed": Case({**TWO_GB, "tp": 4, "pp": 2, "dp": 2, "zero": 1}, {"tp": 2, "pp": 1, "dp": 4}),
-    "small-10000": Case({"layers": 1666, "hidden": 16, "intermediate": 32, "vocab": 64, "tp": 4}, {"tp": 2}),
-    "ranks64-32": Case({**TWO_GB, "tp": 8, "pp": 2, "dp": 4, "zero": 1}, {"tp": 4}),
-    "8gb": Case({"layers": 48, "hidden": 1024, "intermediate": 3072, "tp": 4}, {"tp": 2}, on_demand=True),
+    "zero4-2": Case({**TWO_GB, "dp": 4, "zero": 1}, {"dp": 2}, ("cp", "ours-2-nocrc", "ours-2", "ours-2-all")),
+    "ep4-2": Case({**TWO_GB, "layers": 12, "experts": 8, "ep": 4}, {"ep": 2}, ("cp", "ours-2", "ours-2-all")),
+    "mixed": Case(
+        {**TWO_GB, "tp": 4, "pp": 2, "dp": 2, "zero": 1},
+        {"tp": 2, "pp": 1, "dp": 4},
+        ("cp", "ours-2", "ours-2-all"),
+    ),
+    "ranks64-32": Case(
+        {**TWO_GB, "tp": 8, "pp": 2, "dp": 4, "zero": 1},
+        {"tp": 4},
+        ("cp", "ours-2", "ours-2-all"),
+    ),
+    "small-10000": Case(
+        {"layers": 1666, "hidden": 16, "intermediate": 32, "vocab": 64, "tp": 4},
+        {"tp": 2},
+        ("cp", "ours-1", "ours-1-all"),
+    ),
+    "8gb": Case({**TWO_GB, "hidden": 1024, "intermediate": 3072, "tp": 4}, {"tp": 2}, on_demand=True),
     "start": Case({}, {"tp": 1}, ("cp", "inspect", "reshard")),
 }
 
@@ -77,7 +112,7 @@ def prepare(variant: str, source: Path, out: Path, to: Mapping[str, int]) -> Cal
     if variant == "cp-optimizer":
         return lambda: _copy(source / "optimizer", out)
     if variant in OURS:
-        return _ours(OURS[variant], source, out, to)
+        return _ours(source, out, to, **OURS[variant])
     from benchmarks import others
 
     return others.VARIANTS[variant](source, out, to)
@@ -87,39 +122,63 @@ def _copy(source: Path, out: Path) -> None:
     subprocess.run(["cp", "-r", "--reflink=never", source, out], check=True)
 
 
-def _ours(how: Mapping[str, Any], source: Path, out: Path, to: Mapping[str, int]) -> Callable[[], Any]:
+def _ours(
+    source: Path, out: Path, to: Mapping[str, int], *, workers: int, check: bool = False, receipt: bool = False,
+    crc: bool = True,
+) -> Callable[[], Any]:  # fmt: skip
     from nemo_optim_bridge.core.team import Workers
     from nemo_optim_bridge.formats.nanotron.reshard import Options, plan_reshard
 
-    options = Options(**to, check_crcs=how["crc_check"], receipt=how["receipt"], fsync=False)
+    options = Options(**to, check_crcs=check, receipt=receipt, fsync=False)
 
     def work() -> None:
-        plan_reshard(source, out, options, Workers(how["workers"])).run()
+        plan_reshard(source, out, options, Workers(workers)).run()
 
-    return work
+    return work if crc else patch("nemo_optim_bridge.core.write.crc32", lambda data, crc=0: 0)(work)
 
 
 def run_variant(variant: str, source: Path, out: Path, to: Mapping[str, int]) -> dict[str, Any]:
     """Do a variant's work in this process and return what it took; sizes are in bytes."""
     work = prepare(variant, source, out, to)
-    floor, io, cpu, start = _resident(), _io(), os.times(), time.perf_counter()
+    floor, io, cpu, start = _resident(), _io(), _cpu(), time.perf_counter()
     finish = work()
-    seconds, end = time.perf_counter() - start, os.times()
-    moved = [b - a for a, b in zip(io, _io(), strict=True)]
-    used = sum(end[:4]) - sum(cpu[:4])
+    seconds = time.perf_counter() - start
+    used, moved = _cpu() - cpu, [b - a for a, b in zip(io, _io(), strict=True)]
     if finish is not None:
-        finish()
-    return {"seconds": seconds, "cpu": used, "floor": floor, "read": moved[0], "written": moved[1]}
+        finish.run()
+    held = finish.held if finish else 0
+    return {"seconds": seconds, "cpu": used, "floor": floor, "held": held, "read": moved[0], "written": moved[1]}
 
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _cpu() -> float:
+    """Return the processor seconds of this process and its children, those that still run included."""
+    words = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11:15] for pid in family(os.getpid())]
+    running = sum(sum(map(int, times)) for times in words[1:]) / TICK
+    return sum(os.times()[:4]) + running
+
+
 def _io() -> tuple[int, int]:
-    """Return bytes read and written by this process and those of its children that it has waited for."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"]), int(fields["wchar"])
+    """Return bytes read and written by this process and its children, those that still run included."""
+    read = written = 0
+    for pid in family(os.getpid()):
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        read, written = read + int(fields["rchar"]), written + int(fields["wchar"])
+    return read, written
+
+
+def family(pid: int) -> Iterator[int]:
+    """Yield a process and those of its descendants that run."""
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from family(int(child))
 
 
 # --- the rounds -----------------------------------------------------------------------------------------------------
@@ -137,7 +196,7 @@ class Peaks(threading.Thread):
     def run(self) -> None:
         """Look every 20 ms until ``finish``."""
         while not self._done.wait(0.02):
-            for pid in self._family(self._pid):
+            for pid in family(self._pid):
                 try:
                     status = Path(f"/proc/{pid}/status").read_text()
                 except OSError:
@@ -148,15 +207,6 @@ class Peaks(threading.Thread):
                     self.anonymous = max(self.anonymous, sizes[0])
                     self.file = max(self.file, sizes[1])
                     self.total = max(self.total, sizes[2])
-
-    def _family(self, pid: int) -> Iterator[int]:
-        yield pid
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return
-        for child in children:
-            yield from self._family(int(child))
 
     def finish(self) -> None:
         """Stop watching."""
@@ -193,8 +243,9 @@ def measure(variant: str, source: Path, out: Path, to: Mapping[str, int]) -> dic
     cpu = usage.ru_utime + usage.ru_stime
     others = max(0.0, (_busy() - before - cpu) / whole)
     found: dict[str, Any] = {"seconds": whole, "cpu": cpu}
-    if variant not in ("inspect", "reshard"):
+    if variant not in COMMANDS:
         found = json.loads(text)
+        found["extra"] = max(0, peaks.total - found["floor"] - found["held"])
     return {
         **found, "whole": whole, "others": others,
         "rss": peaks.total, "anonymous": peaks.anonymous, "file": peaks.file,
@@ -207,24 +258,27 @@ def _busy() -> float:
     return (user + nice + system) / TICK
 
 
-def run_case(name: str, folder: Path, rounds: int, variants: tuple[str, ...]) -> list[dict[str, Any]]:
+def run_case(case: Case, folder: Path, rounds: int, variants: tuple[str, ...]) -> list[dict[str, Any]]:
     """Measure all variants of a case in interleaved rounds; return one record each."""
-    case = CASES[name]
     source, reference = _source(case, folder), folder / "reference"
     measured: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     try:
-        if set(variants) & {*OURS, *SLOW}:
+        if set(variants) & set(OTHERS):
             measure("ours-1-all", source, reference, case.to)
             _require_same(source, reference)
+        if "dcp-2" in variants and not Path(f"{source}-dcp").exists():
+            _run("benchmarks.others", "save-by-dcp", source)
         for number in range(rounds):
             for variant in variants:
+                if variant in SLOW and number >= SLOW_ROUNDS:
+                    continue
                 with _output(folder) as out:
                     measured[variant].append(measure(variant, source, out, case.to))
                     if not number:
                         _check(variant, source, reference, out)
     finally:
         shutil.rmtree(reference, ignore_errors=True)
-    return [{"case": name, **_summary(variant, measured)} for variant in variants]
+    return [_summary(variant, measured) for variant in variants]
 
 
 @contextmanager
@@ -238,17 +292,19 @@ def _output(folder: Path) -> Iterator[Path]:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def _source(case: Case, folder: Path) -> Path:
-    """Return the case's checkpoint, made once for all cases that want the same, and read once to warm the cache."""
+def source_path(case: Case, folder: Path) -> Path:
+    """Return where a case's checkpoint lies; cases that want the same share it."""
     if not case.make:
         return SMALL
-    words = [f"{option}{value}" for option, value in case.make.items()]
-    source = folder / ("source-" + "-".join(words))
+    return folder / ("source-" + "-".join(f"{option}{value}" for option, value in case.make.items()))
+
+
+def _source(case: Case, folder: Path) -> Path:
+    """Return a case's checkpoint, made if need be, and read once to warm the cache."""
+    source = source_path(case, folder)
     if not source.exists():
         options = [word for option, value in case.make.items() for word in (f"--{option}", str(value))]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        script = Path(__file__).with_name("synthetic.py")
-        subprocess.run([sys.executable, str(script), str(source), *options], check=True, env=environment)
+        _run("benchmarks.synthetic", source, *options)
     subprocess.run(f"find {source} -type f -exec cat {{}} + > /dev/null", shell=True, check=True)
     return source
 
@@ -259,61 +315,81 @@ def _check(variant: str, source: Path, reference: Path, out: Path) -> None:
         _require_same(source, out)
     elif variant == "cp":
         subprocess.run(["diff", "-r", source, out], check=True)
-    elif variant in SLOW:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "benchmarks.others", variant, str(reference), str(source), str(out)]
-        subprocess.run(command, check=True, env=environment)
+    elif variant in OTHERS:
+        _run("benchmarks.others", variant, reference, source, out)
 
 
 def _require_same(source: Path, out: Path) -> None:
+    _run("nemo_optim_bridge", "verify", source, out)
+
+
+def _run(module: str, *arguments: object) -> None:
+    """Run a module of this repository; ends this program when it fails."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "nemo_optim_bridge", "verify", str(source), str(out)]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
 
 def _summary(variant: str, measured: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the medians of a variant, and its ratio to cp round by round."""
+    """Return the medians of a variant, and its ratios to cp and to its counterpart round by round."""
     runs = measured[variant]
-    names = ("seconds", "cpu", "whole", "rss", "anonymous", "file", "floor", "read", "written")
+    names = ("seconds", "cpu", "whole", "rss", "anonymous", "file", "floor", "extra", "read", "written")
     found: dict[str, Any] = {
         name: median([run[name] for run in runs]) for name in names if all(name in run for run in runs)
     }
-    copies = measured.get("cp-optimizer" if variant in SLOW else "cp", [])
-    for what in ("seconds", "cpu"):
-        ratios = [run[what] / copy[what] for run, copy in zip(runs, copies, strict=False) if copy[what]]
-        if ratios:
-            found[f"{what}_ratio"] = [median(ratios), min(ratios), max(ratios)]
+    copies = "cp-optimizer" if variant in OPTIMIZER_ONLY else "cp"
+    for name in ("seconds", "cpu"):
+        for column, bases in ((f"{name}_x_cp", (copies,)), (f"{name}_x_ours", COUNTERPARTS.get(variant, ()))):
+            ratios = {base: _ratio(runs, measured[base], name) for base in bases if base in measured}
+            if ratios:
+                found[column] = ratios
     return {
         "variant": variant, "rounds": len(runs), **found,
         "others": [round(run["others"], 2) for run in runs],
     }  # fmt: skip
 
 
+def _ratio(runs: list[dict[str, Any]], bases: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the median, the least and the greatest of the ratios of the rounds that both ran in."""
+    ratios = [run[name] / max(base[name], 1 / TICK) for run, base in zip(runs, bases, strict=False)]
+    return [median(ratios), min(ratios), max(ratios)]
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 COLUMNS = {
-    "variant": "variant", "seconds_ratio": "x cp", "cpu_ratio": "CPU x cp", "seconds": "s", "cpu": "CPU s",
-    "whole": "whole s", "rss": "RSS MB", "anonymous": "anonymous", "file": "file", "floor": "after imports",
+    "variant": "variant", "rounds": "rounds", "seconds_x_cp": "x cp", "cpu_x_cp": "CPU x cp",
+    "seconds_x_ours": "x ours", "cpu_x_ours": "CPU x ours", "seconds": "s", "cpu": "CPU s", "whole": "whole s",
+    "rss": "RSS MB", "anonymous": "anonymous", "file": "file", "floor": "after imports", "extra": "extra",
     "read": "read MB", "written": "written MB", "others": "others",
 }  # fmt: skip
+RATIOS = [name for name in COLUMNS if "_x_" in name]
+SECONDS = ("seconds", "cpu", "whole")
 
 
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    if name.endswith("_ratio"):
-        return f"{value[0]:.2f} ({value[1]:.2f}-{value[2]:.2f})"
+    if name in RATIOS:
+        cells = [
+            f"{'' if base.startswith('cp') else base + ' '}{middle:.2f} ({least:.2f}-{greatest:.2f})"
+            for base, (middle, least, greatest) in value.items()
+        ]
+        return ", ".join(cells)
     if name == "others":
         return f"{max(value):.2f}"
-    return value if isinstance(value, str) else f"{value:.2f}" if value < 1000 else f"{value / 1e6:,.1f}"
+    if name in SECONDS:
+        return f"{value:.2f}"
+    return str(value) if name in ("variant", "rounds") else f"{value / 1e6:,.1f}"
 
 
-def print_table(records: list[dict[str, Any]]) -> None:
-    """Print one case."""
-    print(f"\n### {records[0]['case']}, {records[0]['rounds']} rounds\n")
-    print(f"| {' | '.join(COLUMNS.values())} |\n|{'---|' * len(COLUMNS)}")
+def print_table(name: str, records: list[dict[str, Any]]) -> None:
+    """Print one case, without the columns that no variant fills."""
+    columns = {key: title for key, title in COLUMNS.items() if any(key in record for record in records)}
+    print(f"\n### {name}\n")
+    print(f"| {' | '.join(columns.values())} |\n|{'---|' * len(columns)}")
     for record in records:
-        print(f"| {' | '.join(_cell(name, record.get(name)) for name in COLUMNS)} |", flush=True)
+        print(f"| {' | '.join(_cell(key, record.get(key)) for key in columns)} |", flush=True)
 
 
 def main() -> int:
@@ -334,30 +410,32 @@ def main() -> int:
     if options.dir is None:
         parser.error("--dir is needed")
     options.dir.mkdir(parents=True, exist_ok=True)
-    before = _busy()
+    before, start = _busy(), time.perf_counter()
     time.sleep(1)
-    noise = _busy() - before
-    print(
-        f"load average {' '.join(f'{load:.2f}' for load in os.getloadavg())}, {noise:.2f} processors busy at the start"
-    )
-    busiest = noise
-    for name in options.case or [name for name, case in CASES.items() if not case.on_demand]:
+    busiest = _busy() - before
+    print(f"load average {os.getloadavg()[0]:.2f}, {busiest:.2f} processors busy at the start")
+    names = options.case or [name for name, case in CASES.items() if not case.on_demand]
+    for number, name in enumerate(names):
+        case = CASES[name]
         chosen = tuple(
             variant
-            for variant in CASES[name].variants
+            for variant in case.variants
             if not options.variant or variant in options.variant or variant.startswith("cp")
         )
-        records = run_case(name, options.dir, options.rounds, chosen)
-        print_table(records)
+        records = run_case(case, options.dir, options.rounds, chosen)
+        print_table(name, records)
         busiest = max(busiest, *(max(record["others"]) for record in records))
         if options.json:
             with options.json.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
-    if not options.keep:
-        for source in options.dir.glob("source-*"):
-            shutil.rmtree(source)
+                file.writelines(json.dumps({"case": name, **record}) + "\n" for record in records)
+        source = source_path(case, options.dir)
+        needed = [source_path(CASES[later], options.dir) for later in names[number + 1 :]]
+        if not options.keep and source != SMALL and source not in needed:
+            for folder in (source, Path(f"{source}-dcp")):
+                shutil.rmtree(folder, ignore_errors=True)
+    print(f"\n{(time.perf_counter() - start) / 60:.0f} minutes")
     if busiest > QUIET:
-        print(f"\nNOT TO BE PUBLISHED: other programs kept {busiest:.2f} processors busy; wait for a quiet machine")
+        print(f"NOT TO BE PUBLISHED: other programs kept {busiest:.2f} processors busy; wait for a quiet machine")
         return 1
     return 0
 

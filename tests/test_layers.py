@@ -172,6 +172,18 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert loaded_after(f"import {PACKAGE}") & HEAVY == set()
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "reads_yaml"),
+    [("nanotron/nt04-llama_tied-z0-tp2-pp1-dp1-ep1", True), ("nemo/fused_dense/ckpt", False)],
+)
+def test_inspect_imports_only_what_headers_need(checkpoint: str, reads_yaml: bool) -> None:
+    path = Path(__file__).parent / "data" / checkpoint
+    loaded = loaded_after(f"from {PACKAGE}.__main__ import main\nassert main(['inspect', {str(path)!r}]) in (0, 1)")
+    unneeded = {"concurrent", "isal", "multiprocessing", "rich", "safetensors", "torch", "xxhash"}
+    assert loaded & (FRAMEWORKS | unneeded) == set()
+    assert ("yaml" in loaded) == reads_yaml
+
+
 def test_no_module_outside_plugins_brings_in_torch_or_a_framework() -> None:
     names = [f"{PACKAGE}.{module}".rstrip(".") for module in MODULES if layer(module) != "plugins"]
     assert loaded_after("\n".join(f"import {name}" for name in names)) & (FRAMEWORKS | {"torch"}) == set()

@@ -11,6 +11,7 @@ from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Difference, Pairs, compare
 from nemo_optim_bridge.core.manifest import Manifest, TensorKey, TensorSpec
 from nemo_optim_bridge.core.plan import make_plan
+from nemo_optim_bridge.core.share import own_share
 from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.team import Progress, Team, ignore
 
@@ -99,8 +100,7 @@ def _tensor_differences(
     left: Manifest, right: Manifest, keys: set[TensorKey], team: Team, progress: Progress
 ) -> list[Difference]:  # fmt: skip
     """Return one difference per tensor: every box of the second against the first, and the first's own replicas."""
-    plan = make_plan(left, right.restrict(keys))
-    parts = [*Pairs.of_plan(plan).parts(), *Pairs.of_replicas(plan).parts()]
+    mine = own_share(right.restrict(keys), team)
 
     def make(report: Progress) -> Callable[[Pairs], list[Difference]]:
         one, two = FileStore.of(left), FileStore.of(right)
@@ -112,8 +112,13 @@ def _tensor_differences(
 
         return differences
 
+    def work() -> list[list[Difference]]:
+        plan = make_plan(left, mine)
+        parts = [*Pairs.of_plan(plan).parts(), *Pairs.of_replicas(plan).parts()]
+        return team.local.map(make, parts, [part.num_bytes() for part in parts], progress)
+
     found: dict[TensorKey, Difference] = {}
-    for part in team.map(make, parts, [part.num_bytes() for part in parts], progress):
+    for part in (part for share in team.gather(work) for part in share):
         for difference in part:
             found[difference.key] = _worse(found.get(difference.key), difference)
     for side in (left, right):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
@@ -12,8 +11,9 @@ from nemo_optim_bridge.core.checkpoint import MASTER, MODEL_STATES, WEIGHT, Chec
 from nemo_optim_bridge.core.fingerprint import Fingerprint, TensorDigest, combine
 from nemo_optim_bridge.core.health import FIRST_MOMENTS, SECOND_MOMENTS, Finding, RoundingScan, TensorScan, cold, judge
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
+from nemo_optim_bridge.core.share import own_share
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.core.team import Progress, Team, ignore, shares
+from nemo_optim_bridge.core.team import Progress, Team, ignore
 from nemo_optim_bridge.core.whole import WholeTensors, plan_whole
 
 
@@ -88,18 +88,6 @@ def _survey_group(
         progress(sum(map(len, blocks)))
     found = tuple(rounding.finding(specs[0].key.fqn))
     return _Part({key: digest.hexdigest() for key, digest in hashes.items()}, scans, found)
-
-
-def own_share(manifest: Manifest, team: Team) -> Manifest:
-    """Return the tensors that this rank of a team looks at: all of a parameter's, about as many bytes as any rank's."""
-    if team.num_ranks == 1:
-        return manifest
-    nbytes: dict[str, int] = {}
-    for spec in manifest.tensors:
-        nbytes[spec.key.fqn] = nbytes.get(spec.key.fqn, 0) + prod(spec.shape) * ITEMSIZE[spec.dtype]
-    fqns = list(nbytes)
-    mine = {fqns[number] for number in shares(list(nbytes.values()), team.num_ranks)[team.rank]}
-    return manifest.restrict({spec.key for spec in manifest.tensors if spec.key.fqn in mine})
 
 
 def _together(manifest: Manifest) -> list[list[int]]:

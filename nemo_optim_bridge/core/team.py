@@ -7,14 +7,15 @@ gets all results, or the same error.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from nemo_optim_bridge.errors import BridgeError, OutputError, TargetError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -80,7 +81,7 @@ class Workers:
     rank, num_ranks = 0, 1
 
     def __init__(self, size: int | None) -> None:
-        if (size or 1) > 1 and "fork" not in multiprocessing.get_all_start_methods():
+        if (size or 1) > 1 and not hasattr(os, "fork"):
             raise TargetError("several workers need an operating system with fork", hint="use --workers 1")
         self.size = size
 
@@ -92,6 +93,8 @@ class Workers:
         if size == 1 or len(items) < 2:
             function = make(progress)
             return [function(item) for item in items]
+        import multiprocessing
+
         context = multiprocessing.get_context("fork")
         results: dict[int, Any] = {}
         running: dict[Any, Any] = {}
@@ -128,7 +131,7 @@ class Workers:
 
 def _worth(weights: Sequence[int]) -> int:
     """Return how many processes a pass is worth; forking costs some 20 ms a process."""
-    if sum(weights) < _WORTH_WORKERS or "fork" not in multiprocessing.get_all_start_methods():
+    if sum(weights) < _WORTH_WORKERS or not hasattr(os, "fork"):
         return 1
     return min(4, len(os.sched_getaffinity(0)))
 
@@ -150,6 +153,8 @@ def _work(make: Any, items: Sequence[Any], share: Sequence[int], sender: Connect
 
 
 def _ready(running: dict[Any, Any]) -> list[Any]:
+    from multiprocessing.connection import wait
+
     return list(wait(list(running)))
 
 

@@ -1,0 +1,95 @@
+"""The command ``convert``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nemo_optim_bridge.cli.guard import errors_reported
+from nemo_optim_bridge.cli.options import DryRun, Fsync, Json, NumWorkers, Out, Overwrite, VocabSize
+from nemo_optim_bridge.cli.output import print_result, progress
+from nemo_optim_bridge.errors import TargetError
+
+
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Directory of a Megatron torch_dist checkpoint.")],
+    out: Out,
+    to: Annotated[str, typer.Option(help="fused_adam, distributed_fused_adam, mcore_float16, mcore_distributed, dcp.")],
+    key_style: Annotated[
+        str, typer.Option(metavar="both|uniform|stock", help="How distributed_fused_adam's masters are spelled.")
+    ] = "both",
+    container: Annotated[
+        str | None, typer.Option(metavar="lightning|megatron", help="Whose common.pt. Default: the source's.")
+    ] = None,
+    target_ep: Annotated[
+        int | None, typer.Option(help="Expert parallel size of the target. Default: experts grouped as saved.", min=1)
+    ] = None,
+    no_decay: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Parameters without weight decay. Default: the source framework's rule."),
+    ] = None,
+    exact_remainders: Annotated[
+        bool, typer.Option("--exact-remainders", help="Read all masters; make a stock remainder-mode resume exact.")
+    ] = False,
+    chained_prefix: Annotated[
+        str, typer.Option(metavar="auto|no|yes|both", help="megatron-core's chained_I. before keys.")
+    ] = "auto",
+    torch_adam: Annotated[
+        bool, typer.Option("--torch-adam", help="The target has neither Apex nor Transformer Engine.")
+    ] = False,
+    scheduler_state: Annotated[
+        Path | None, typer.Option(help="JSON of Megatron-LM's opt_param_scheduler, where the source has none.")
+    ] = None,
+    link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Read all data, and write a receipt with digests.")
+    ] = False,
+    vocab_size: VocabSize = None,
+    workers: NumWorkers = None,
+    overwrite: Overwrite = False,
+    fsync: Fsync = True,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Convert CKPT to another optimizer type; only metadata is new. Or any checkpoint to PyTorch's format: --to dcp."""
+    with errors_reported(as_json):
+        if to == "dcp":
+            summary = _export_dcp(checkpoint, out, vocab_size, overwrite=overwrite, fsync=fsync, dry_run=dry_run)
+            print_result(summary, as_json)
+            return
+        from nemo_optim_bridge.core.team import Workers
+        from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
+
+        options = Options(
+            to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
+            exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
+            scheduler_state=scheduler_state, link=link, receipt=receipt, overwrite=overwrite, fsync=fsync,
+        )  # fmt: skip
+        planned = plan_convert(checkpoint, out, options)
+        if not dry_run:
+            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders or receipt else 1))
+            with progress(team) as report:
+                planned.run(team, report)
+        summary = {**planned.summary(), "written": not dry_run}
+    print_result(summary, as_json)
+
+
+def _export_dcp(
+    checkpoint: Path, out: Path, vocab_size: int | None, *, overwrite: bool, fsync: bool, dry_run: bool
+) -> dict[str, Any]:  # fmt: skip
+    if dry_run:
+        raise TargetError("--to dcp knows no --dry-run")
+    from nemo_optim_bridge.formats.torch_dcp import export_dcp
+
+    report = export_dcp(checkpoint, out, vocab_size=vocab_size, overwrite=overwrite, fsync=fsync)
+    return {
+        "source": str(checkpoint),
+        "output": str(out),
+        "num_tensors": report.num_tensors,
+        "num_bytes": report.num_bytes,
+        "remarks": list(report.remarks),
+        "written": True,
+    }
