@@ -11,6 +11,7 @@ import numpy as np
 
 from nemo_optim_bridge.core.gather import STAGING_BYTES, Gatherer, bounded_boxes, unsigned
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.narrow import narrow
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.staging import Opener, Stager, open_device
@@ -52,23 +53,25 @@ def load_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> in
 
     Returns the bytes read. Raises MissingSourceError or TargetError before any tensor is touched.
     """
-    load = plan_tensors(source, boxes, rank=rank)
-    with FileStore.of(source) as store:
-        load.run(store)
-        store.check_unchanged()
-        return store.num_bytes_read
+    return plan_tensors(source, boxes, rank=rank).run()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLoad:
-    """A load into live tensors that was planned and can no longer miss a source; ``run`` reads the bytes."""
+    """A load into live tensors that was planned and can no longer miss a source; ``run`` reads the bytes.
+
+    It keeps of the source only what the plan reads, or compares as replicas.
+    """
 
     plan: Plan
     tensors: tuple[torch.Tensor, ...]
 
-    def run(self, store: Store) -> None:
-        """Fill the tensors; raises CheckpointError when a file cannot be read."""
-        execute_into(self.plan, store, self.tensors)
+    def run(self) -> int:
+        """Fill the tensors and return the bytes read; raises CheckpointError when a file cannot be read."""
+        with FileStore.of(self.plan.source) as store:
+            execute_into(self.plan, store, self.tensors)
+            store.check_unchanged()
+            return store.num_bytes_read
 
 
 def plan_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> TensorLoad:
@@ -92,7 +95,7 @@ def plan_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> Te
         builder.shard(row, region, rank, builder.buffer(str(key), 0, nbytes, dtype), 0, tensor.stride())
         targets.append(tensor)
     raise_all(problems)
-    return TensorLoad(make_plan(source, builder.build()), tuple(targets))
+    return TensorLoad(narrow(make_plan(source, builder.build())), tuple(targets))
 
 
 def execute_into(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nemo_optim_bridge as nob
-from nemo_optim_bridge.core.live import plan_tensors
+from nemo_optim_bridge.core.live import execute_into, plan_tensors
 from nemo_optim_bridge.core.manifest import ITEMSIZE, ManifestBuilder
 from nemo_optim_bridge.core.staging import BUFFER_BYTES, NUM_BUFFERS, Stager
 from nemo_optim_bridge.core.store import MemoryStore
@@ -53,7 +53,8 @@ def test_tensors_larger_than_all_buffers(device: str) -> None:
     straight = torch.zeros(rows, cols, dtype=torch.int32, device=device)
     turned = torch.zeros(cols, rows, dtype=torch.int32, device=device)
     boxes = [(KEY, nob.Region((0, 0), (rows, cols)), target) for target in (straight, turned.t())]
-    plan_tensors(manifest, boxes).run(store)
+    load = plan_tensors(manifest, boxes)
+    execute_into(load.plan, store, load.tensors)
     assert torch.equal(straight.cpu(), whole)
     assert torch.equal(turned.t().cpu(), whole)
 
