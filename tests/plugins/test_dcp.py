@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,15 @@ def test_a_failed_export_leaves_nothing(
 ) -> None:
     source, out = nanotron_fixtures / "checkpoints" / SOURCE, tmp_path / "out"
 
-    def stop(stage: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise CorruptFileError("the disk is gone")
+    def stop(stage: str, total: int) -> Callable[[int], None]:
+        left = [total / 2]
+
+        def report(num_bytes: int) -> None:
+            left[0] -= num_bytes
+            if stage == "writing" and left[0] < 0:
+                raise CorruptFileError("the disk is gone")
+
+        return report
 
     with pytest.raises(CorruptFileError, match="the disk is gone"):
         export_dcp(source, out, progress=stop)
