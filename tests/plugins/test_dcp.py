@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,4 +261,15 @@ def test_a_failed_export_leaves_nothing(
     monkeypatch.setattr(torch, "save", lambda value, stream: stream.write(b"nothing"))
     with pytest.raises(OutputError, match="did not write the whole box"):
         export_dcp(source, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told(nanotron_fixtures: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # no file may grow beyond
+    try:
+        with pytest.raises(OutputError, match="cannot be written"):
+            export_dcp(nanotron_fixtures / "checkpoints" / SOURCE, tmp_path / "out", receipt=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
