@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
-from nemo_optim_bridge.core.staging import NUM_BUFFERS, Device, StagedBox, Stager, open_device, scatter
+from nemo_optim_bridge.core.staging import NUM_BUFFERS, CudaDevice, Device, StagedBox, Stager, open_device, scatter
 from nemo_optim_bridge.errors import CorruptFileError, TargetError
 from tests.core.device_cases import COLS, ROWS, Case, FailingStore
 
@@ -162,3 +163,42 @@ def test_tensors_of_other_devices_are_refused() -> None:
     assert open_device(torch.device("cpu")) is None
     with pytest.raises(TargetError, match=r"meta cannot be filled.*CPU"):
         Case("float32", device="meta").fill()
+
+
+def test_a_cuda_device_queues_copy_scatter_and_event_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks which calls are made, on stand-ins for torch.cuda's; what CUDA makes of them is unrun so far."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None) -> None:
+            self.device = device
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"wait for {'own' if other is self else 'current'}")
+
+        def record_event(self) -> str:
+            log.append("event")
+            return "event"
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append("enter")
+        yield
+        log.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    device = CudaDevice(torch.device("cpu"))
+    target = torch.zeros(4, 2)
+    staged = torch.arange(4, dtype=torch.float32).view(torch.uint8)
+    event = device.send(staged, [StagedBox(target, (4,), 1, (2,), 0)])
+    assert target.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
+    assert str(event) == "event"
+    assert log == ["wait for current", "enter", "leave", "enter", "event", "leave"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory")
+def test_without_pinned_memory_it_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"pinned host memory can be had.*ulimit -l"):
+        CudaDevice.allocate(CudaDevice.__new__(CudaDevice))
