@@ -78,7 +78,7 @@ def test_scaling(folder: Path) -> None:
 
 
 def test_nanotron_plugin_is_installed_before_the_trainer_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stand-ins for nanotron's modules; the example that calls the loader runs in the real one: ``tests/nanotron``."""
+    """On stand-ins for nanotron's modules; the other example runs in the real one: ``tests/nanotron``."""
 
     def load_optimizer() -> None: ...
 
