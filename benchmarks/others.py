@@ -62,17 +62,19 @@ def index(slices: tuple[Any, ...]) -> tuple[slice, ...]:
     return tuple(slice(None) if part is None else slice(*part) for part in slices)
 
 
+def joined(layout: ParamLayout, parts: list[torch.Tensor], size: int) -> torch.Tensor:
+    """Join neighbouring tensor-parallel ranks' parts of a parameter; ``size`` is the tensor parallel size."""
+    if layout.dim is None:
+        return parts[0]
+    widths = [chunk // size for chunk in layout.chunks]
+    pieces = [part.split(widths, layout.dim) for part in parts]
+    return torch.cat([piece[i] for i in range(len(widths)) for piece in pieces], layout.dim)
+
+
 def torch_cat(source: Path, out: Path, to: Mapping[str, int]) -> Work:
     """Halve the tensor parallel size as one would by hand: load what a target rank needs, torch.cat, torch.save."""
     layouts, size = dict(read_checkpoint(source).layouts), read_checkpoint(source).topology.tp
     factor = size // to["tp"]
-
-    def joined(layout: ParamLayout, parts: list[torch.Tensor]) -> torch.Tensor:
-        if layout.dim is None:
-            return parts[0]
-        widths = [chunk // size for chunk in layout.chunks]
-        pieces = [part.split(widths, layout.dim) for part in parts]
-        return torch.cat([piece[i] for i in range(len(widths)) for piece in pieces], layout.dim)
 
     def work() -> None:
         out.mkdir()
@@ -81,7 +83,7 @@ def torch_cat(source: Path, out: Path, to: Mapping[str, int]) -> Work:
             shards = [torch.load(source / "optimizer" / file_name(rank, size)) for rank in ranks]
             for entries in zip(*(tensors(shard) for shard in shards), strict=True):
                 fqn, mapping, key = entries[0]
-                mapping[key] = joined(layouts[fqn], [place[name] for _, place, name in entries])
+                mapping[key] = joined(layouts[fqn], [place[name] for _, place, name in entries], size)
             torch.save(shards[0], out / file_name(target, to["tp"]))
 
     return work

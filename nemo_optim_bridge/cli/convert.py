@@ -11,7 +11,6 @@ import typer
 from nemo_optim_bridge.cli.guard import errors_reported
 from nemo_optim_bridge.cli.options import DryRun, Fsync, Json, NumWorkers, Out, Overwrite, VocabSize
 from nemo_optim_bridge.cli.output import print_result, progress
-from nemo_optim_bridge.errors import TargetError
 
 
 def convert(
@@ -57,8 +56,12 @@ def convert(
     """Convert CKPT to another optimizer type; only metadata is new. Or any checkpoint to PyTorch's format: --to dcp."""
     with errors_reported(as_json):
         if to == "dcp":
-            summary = _export_dcp(checkpoint, out, vocab_size, overwrite=overwrite, fsync=fsync, dry_run=dry_run)
-            print_result(summary, as_json)
+            exported, is_leader = _export_dcp(
+                checkpoint, out, vocab_size, workers,
+                receipt=receipt, overwrite=overwrite, fsync=fsync, dry_run=dry_run,
+            )  # fmt: skip
+            if is_leader:
+                print_result(exported, as_json)
             return
         from nemo_optim_bridge.core.team import Workers
         from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
@@ -78,18 +81,28 @@ def convert(
 
 
 def _export_dcp(
-    checkpoint: Path, out: Path, vocab_size: int | None, *, overwrite: bool, fsync: bool, dry_run: bool
-) -> dict[str, Any]:  # fmt: skip
-    if dry_run:
-        raise TargetError("--to dcp knows no --dry-run")
-    from nemo_optim_bridge.formats.torch_dcp import export_dcp
+    checkpoint: Path, out: Path, vocab_size: int | None, workers: int | None, *, receipt: bool, overwrite: bool,
+    fsync: bool, dry_run: bool,
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """Export with all processes there are; also tell whether this one is to print."""
+    from nemo_optim_bridge.core.team import find_team
+    from nemo_optim_bridge.formats.torch_dcp import ExportOptions, plan_export
 
-    report = export_dcp(checkpoint, out, vocab_size=vocab_size, overwrite=overwrite, fsync=fsync)
-    return {
+    team = find_team(workers)
+    options = ExportOptions(vocab_size=vocab_size, receipt=receipt, overwrite=overwrite, fsync=fsync)
+    planned = plan_export(checkpoint, out, options)
+    summary: dict[str, Any] = {
         "source": str(checkpoint),
         "output": str(out),
-        "num_tensors": report.num_tensors,
-        "num_bytes": report.num_bytes,
-        "remarks": list(report.remarks),
-        "written": True,
+        "num_tensors": len(planned.catalogue.tensors),
+        "num_bytes": planned.num_bytes,
+        "num_files": len(planned.files),
+        "remarks": list(planned.source.remarks),
+        "written": not dry_run,
     }
+    if not dry_run:
+        with progress(team) as meter:
+            report = planned.run(team, meter)
+        summary.update(report.digests)
+        summary["findings"] = [finding.to_json() for finding in report.findings]
+    return summary, team.is_leader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +12,10 @@ import numpy as np
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.gather import STAGING_BYTES, Gatherer, bounded_boxes, unsigned
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
+from nemo_optim_bridge.core.narrow import narrow
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.staging import Opener, Stager, open_device
 from nemo_optim_bridge.core.store import FileStore, Store
 from nemo_optim_bridge.errors import BridgeError, MissingSourceError, TargetError, raise_all
 
@@ -51,23 +54,25 @@ def load_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> in
 
     Returns the bytes read. Raises MissingSourceError or TargetError before any tensor is touched.
     """
-    load = plan_tensors(source, boxes, rank=rank)
-    with FileStore.of(source) as store:
-        load.run(store)
-        store.check_unchanged()
-        return store.num_bytes_read
+    return plan_tensors(source, boxes, rank=rank).run()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLoad:
-    """A load into live tensors that was planned and can no longer miss a source; ``run`` reads the bytes."""
+    """A load into live tensors that was planned and can no longer miss a source; ``run`` reads the bytes.
+
+    It keeps of the source only what the plan reads, or compares as replicas.
+    """
 
     plan: Plan
     tensors: tuple[torch.Tensor, ...]
 
-    def run(self, store: Store) -> None:
-        """Fill the tensors; raises CheckpointError when a file cannot be read."""
-        execute_into(self.plan, store, self.tensors)
+    def run(self) -> int:
+        """Fill the tensors and return the bytes read; raises CheckpointError when a file cannot be read."""
+        with FileStore.of(self.plan.source) as store:
+            execute_into(self.plan, store, self.tensors)
+            store.check_unchanged()
+            return store.num_bytes_read
 
 
 def plan_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> TensorLoad:
@@ -91,27 +96,35 @@ def plan_tensors(source: Manifest, boxes: Iterable[Box], *, rank: int = 0) -> Te
         builder.shard(row, region, rank, builder.buffer(str(key), 0, nbytes, dtype), 0, tensor.stride())
         targets.append(tensor)
     raise_all(problems)
-    return TensorLoad(make_plan(source, builder.build()), tuple(targets))
+    return TensorLoad(narrow(make_plan(source, builder.build())), tuple(targets))
 
 
-def execute_into(plan: Plan, store: Store, tensors: Sequence[torch.Tensor]) -> None:
+def execute_into(
+    plan: Plan, store: Store, tensors: Sequence[torch.Tensor], open_device: Opener = open_device
+) -> None:  # fmt: skip
     """Run a plan whose target buffer number ``i`` is the memory of ``tensors[i]`` from its first element on.
 
-    Boxes for the CPU are read straight into place; boxes for a device pass through one pinned buffer and are scattered
-    on the device. What no piece covers is left as it is.
+    Boxes for the CPU are read straight into place; boxes for a device pass through pinned buffers, are copied while
+    the next are read, and are scattered on the device. What no piece covers is left as it is. All copies are over when
+    this returns or raises; a device's own failures are torch's RuntimeError.
     """
     gatherer = Gatherer(store)
-    staging = _Staging(tensors)
-    for piece in _pieces(plan):
-        tensor = tensors[piece.target_buffer]
-        dtype = plan.target.buffers[piece.target_buffer].dtype
-        source_dtype = plan.source.buffers[piece.source_buffer].dtype
-        for offsets, size in bounded_boxes(piece.shape, STAGING_BYTES // ITEMSIZE[dtype]):
-            source = piece.source_offset + _dot(offsets, piece.source_stride)
-            target = piece.target_offset + _dot(offsets, piece.target_stride)
-            view = staging.view(tensor, dtype, size, target, piece.target_stride)
-            gatherer.gather(view, dtype, piece.source_buffer, source_dtype, source, piece.source_stride)
-            staging.send(tensor, size, target, piece.target_stride)
+    with ExitStack() as stack:
+        places: dict[torch.device, _InPlace | Stager] = {}
+        for tensor in tensors:
+            if tensor.device not in places:
+                device = open_device(tensor.device)
+                places[tensor.device] = _InPlace() if device is None else stack.enter_context(Stager(device))
+        for piece in _pieces(plan):
+            tensor = tensors[piece.target_buffer]
+            place = places[tensor.device]
+            dtype = plan.target.buffers[piece.target_buffer].dtype
+            source_dtype = plan.source.buffers[piece.source_buffer].dtype
+            for offsets, size in bounded_boxes(piece.shape, place.capacity // ITEMSIZE[dtype]):
+                source = piece.source_offset + _dot(offsets, piece.source_stride)
+                target = piece.target_offset + _dot(offsets, piece.target_stride)
+                view = place.view(tensor, dtype, size, target, piece.target_stride)
+                gatherer.gather(view, dtype, piece.source_buffer, source_dtype, source, piece.source_stride)
 
 
 class _Piece(NamedTuple):
@@ -133,37 +146,22 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
         )  # fmt: skip
 
 
-class _Staging:
-    """Where a box is assembled: in a CPU tensor itself, or in pinned memory on the way to a device."""
+class _InPlace:
+    """Gives the memory of CPU tensors itself."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        import torch
+    capacity = STAGING_BYTES
 
+    def __init__(self) -> None:
         self._memory: dict[int, np.ndarray[Any, Any]] = {}
-        self._pinned: torch.Tensor | None = None
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            self._pinned = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def view(
-        self, tensor: torch.Tensor, dtype: str, size: tuple[int, ...], offset: int, stride: tuple[int, ...]
+        self, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], offset: int, stride: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
-        """Return an array of unsigned integers to gather a box into."""
+        """Return a box of a tensor as an array of unsigned integers."""
         kind = unsigned(dtype)
-        if tensor.device.type == "cpu":
-            start = (tensor.storage_offset() + offset) * kind.itemsize
-            strides = tuple(s * kind.itemsize for s in stride)
-            return np.ndarray(size, kind, self._bytes_of(tensor).data, start, strides)
-        if self._pinned is None:
-            raise TargetError(f"no staging memory for device {tensor.device}")
-        return np.ndarray(size, kind, self._pinned.numpy().data)
-
-    def send(self, tensor: torch.Tensor, size: tuple[int, ...], offset: int, stride: tuple[int, ...]) -> None:
-        """Copy the assembled box to its device; nothing is left to do for the CPU."""
-        if self._pinned is None or tensor.device.type == "cpu":
-            return
-        numel = int(np.prod(size, dtype=np.int64))
-        box = self._pinned[: numel * tensor.element_size()].view(tensor.dtype).view(size)
-        tensor.as_strided(size, stride, tensor.storage_offset() + offset).copy_(box)
+        start = (tensor.storage_offset() + offset) * kind.itemsize
+        strides = tuple(s * kind.itemsize for s in stride)
+        return np.ndarray(shape, kind, self._bytes_of(tensor).data, start, strides)
 
     def _bytes_of(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         import torch

@@ -102,6 +102,12 @@ class BufferTable(Sequence[Buffer]):
         file, dtype = self.files[self.file[row]], DTYPES[self.dtype[row]]
         return Buffer(file, int(self.offset[row]), int(self.nbytes[row]), dtype)
 
+    def take(self, rows: IntArray) -> BufferTable:
+        """Return the buffers of the given row numbers, and only the files that they need."""
+        used, file = np.unique(self.file[rows], return_inverse=True)
+        files = tuple(self.files[number] for number in used.tolist())
+        return BufferTable(files, file, self.offset[rows], self.nbytes[rows], self.dtype[rows])
+
     def itemsize(self) -> IntArray:
         """Return the size of each buffer's elements, in bytes."""
         return _ITEMSIZES[self.dtype]

@@ -69,14 +69,15 @@ def write_files(
     """Write files below a new ``directory``; every rank of a team calls this with the files that it has a part in.
 
     Args:
-        files: whole files, as ``share_files`` gives them to this rank.
         plan: fills the buffers of ``files``.
-        writers: by file, the ranks that write it; each its share of the segments. None: this rank writes all.
+        writers: by file, the ranks that write it, each its share of the segments, as ``share_files`` tells them. None:
+            ``files`` are all there are, the same on all ranks.
 
     Raises OutputError when the system refuses, CheckpointError when a source cannot be read.
     """
     segments = cut_files(files)
-    mine = segments if writers is None else list(_own_segments(segments, writers, team.rank))
+    ranks = share_files([file.nbytes for file in files], team.num_ranks) if writers is None else writers
+    mine = list(_own_segments(segments, ranks, team.rank))
 
     def writer(report: Progress) -> SegmentWriter:
         filler = BufferFiller(plan, open_store(plan.source))
@@ -95,7 +96,7 @@ def write_files(
     def finish() -> None:
         unfinished: dict[int, list[int]] = {}
         for segment in segments:
-            if not segment.is_whole and (writers is None or writers[segment.file][0] == team.rank):
+            if not segment.is_whole and ranks[segment.file][0] == team.rank:
                 unfinished.setdefault(segment.file, []).extend(found[files[segment.file].path, segment.start])
         if unfinished:
             writer(ignore).finish(unfinished, segments)

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MODEL_STATES, WEIGHT, Checkpoint
-from nemo_optim_bridge.core.compare import require_equal_replicas
+from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.execute import BufferFiller
-from nemo_optim_bridge.core.gather import aligned_buffer, bounded_boxes
+from nemo_optim_bridge.core.gather import bounded_boxes
+from nemo_optim_bridge.core.health import Finding
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorSpec
-from nemo_optim_bridge.core.plan import make_plan
+from nemo_optim_bridge.core.output import Literal, OutputFile
+from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
+from nemo_optim_bridge.core.receipt import FILE_NAME, encode, make_receipt
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.core.team import Workers
-from nemo_optim_bridge.errors import BridgeError, CorruptFileError, OutputError, TargetError, raise_all
+from nemo_optim_bridge.core.survey import Survey, survey
+from nemo_optim_bridge.core.team import Progress, Team, Workers, ignore
+from nemo_optim_bridge.core.whole import whole_bytes
+from nemo_optim_bridge.core.write import write_files
+from nemo_optim_bridge.errors import BridgeError, OutputError, TargetError, raise_all
 from nemo_optim_bridge.formats.checkpoints import open_checkpoint
-from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
-
-if TYPE_CHECKING:
-    import torch
+from nemo_optim_bridge.formats.crcs import require_valid_crcs
+from nemo_optim_bridge.formats.torch_dcp_writer import DcpFile, DcpWriter, Piece, write_metadata
 
 Rename = Callable[[str], str]
 KeyPath = tuple[str, ...]
+#: Called with a stage's name and its bytes; what it returns is called with bytes done.
+Stages = Callable[[str, int], Progress]
 
 #: Largest piece of a tensor in the written checkpoint, in bytes: as much is held in memory, and no more.
 CHUNK_BYTES = 64 << 20
+#: Bytes of tensors in a written file, about. Files are cut by the data alone, whoever writes them.
+FILE_BYTES = 256 << 20
 REPLICA_POLICIES = ("error", "lowest-rank")
 
 
@@ -98,27 +101,119 @@ class Catalogue:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What ``plan_export`` is asked for; see ``export_dcp``."""
+
+    rename: Rename | None = None
+    model_state: str = WEIGHT
+    vocab_size: int | None = None
+    replicas: str = "error"
+    check_crcs: bool = True
+    receipt: bool = True
+    overwrite: bool = False
+    fsync: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written: number of tensors, their bytes, and remarks on the source."""
+    """What was written: number of tensors, their bytes, remarks on the source, and what a receipt's survey found."""
 
     num_tensors: int
     num_bytes: int
     remarks: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """A box of a tensor that is one item of the written checkpoint, and the target buffer that it is."""
+class Export:
+    """An export that was planned from headers alone; nothing is written yet. ``source`` is what is carried."""
 
-    key: str
-    spec: TensorSpec
-    region: Region
-    buffer: int
+    source: Checkpoint
+    out: Path
+    options: ExportOptions
+    catalogue: Catalogue
+    plan: Plan
+    files: tuple[DcpFile, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.region.numel * ITEMSIZE[self.spec.dtype]
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that are written."""
+        return self.plan.num_bytes
+
+    def run(self, team: Team | None = None, progress: Stages = lambda stage, total: ignore) -> ExportReport:
+        """Check the source's bytes, write all files, and rename the folder into place.
+
+        Args:
+            team: the processes that share the work; all members call this. None is this process alone.
+
+        Raises one BridgeError, on every member; the output is then what it was.
+        """
+        team = team or Workers(1)
+        manifest = self.source.manifest
+        if self.options.check_crcs:
+            files = [Path(file) for file in sorted({run.file for run in manifest.buffers}) if file.endswith(".pt")]
+            total = sum(file.stat().st_size for file in files)
+            require_valid_crcs(files, team, progress("checking", total))
+        if self.options.replicas == "error":
+            total = Pairs.of_replicas(self.plan).num_bytes()
+            require_equal_replicas(self.plan, team, progress("comparing replicas", total))
+        surveyed = Survey(None)
+        if self.options.receipt:
+            surveyed = survey(self.source, team, progress=progress("hashing", whole_bytes(manifest)))
+        with ExitStack() as stack:
+            scratch = new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync)
+            folder = team.lead(lambda: stack.enter_context(scratch))
+            self._write(folder, surveyed, team, progress("writing", self.num_bytes))
+            team.lead(FileStore.of(manifest).check_unchanged)
+            team.lead(lambda: stack.pop_all().close())
+        prints = surveyed.fingerprint.to_json() if surveyed.fingerprint else {}
+        digests = {name: digest for name, digest in prints.items() if name != "tensors"}
+        return ExportReport(
+            len(self.catalogue.tensors), self.num_bytes, self.source.remarks, surveyed.findings, digests
+        )  # fmt: skip
+
+    def _write(self, folder: Path, surveyed: Survey, team: Team, progress: Progress) -> None:
+        """Write all files below ``folder``; every member writes its share, the leader what describes them."""
+        catalogue, fsync = self.catalogue, self.options.fsync
+
+        def make(report: Progress) -> Callable[[DcpFile], Any]:
+            filler = BufferFiller(self.plan, FileStore.of(self.plan.source))
+            return DcpWriter(folder, catalogue.steps, catalogue.values, filler, report, fsync=fsync).write
+
+        written = team.map(make, self.files, [file.nbytes for file in self.files], progress)
+        team.lead(lambda: write_metadata(folder, self.files, written, catalogue.paths, fsync=fsync))
+        if self.options.receipt:
+            receipt = OutputFile(FILE_NAME, (Literal(self._receipt(surveyed)),))
+            write_files(folder, [receipt], self.plan, team, fsync=fsync)
+
+    def _receipt(self, surveyed: Survey) -> bytes:
+        return encode(
+            make_receipt(
+                self.source,
+                surveyed,
+                target={"framework": "torch", "layout": "distributed.checkpoint", "topology": {}},
+                vocab_size=self.options.vocab_size,
+                replicas=len(self.plan.replicas) if self.options.replicas == "error" else None,
+                remarks=[*self.source.remarks, *self.source.problems],
+            )
+        )
+
+
+def plan_export(source: str | Path | Checkpoint, out: str | Path, options: ExportOptions) -> Export:
+    """Plan an export from headers alone; raises BridgeError with every reason why it is not possible."""
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(Path(source), options.vocab_size)
+    out = Path(out)
+    check_output(out, (checkpoint.path,), overwrite=options.overwrite)
+    if options.replicas not in REPLICA_POLICIES:
+        raise TargetError(
+            f"unknown replica policy {options.replicas!r}", hint=f"choose {' or '.join(REPLICA_POLICIES)}"
+        )
+    catalogue = Catalogue.of(checkpoint.manifest, options.rename, model_state=options.model_state)
+    target, pieces = _lay_out(catalogue)
+    plan = make_plan(checkpoint.manifest, target)
+    carried = checkpoint.manifest.restrict({spec.key for spec in catalogue.tensors.values()})
+    return Export(replace(checkpoint, manifest=carried), out, options, catalogue, plan, _cut(catalogue, pieces))
 
 
 def export_dcp(
@@ -130,14 +225,17 @@ def export_dcp(
     vocab_size: int | None = None,
     replicas: str = "error",
     check_crcs: bool = True,
+    receipt: bool = True,
     overwrite: bool = False,
     fsync: bool = True,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    team: Team | None = None,
+    progress: Stages = lambda stage, total: ignore,
 ) -> ExportReport:
-    """Write a checkpoint so that plain ``torch.distributed.checkpoint.load`` reads it; called by one process.
+    """Write a checkpoint so that plain ``torch.distributed.checkpoint.load`` reads it.
 
-    ``Catalogue`` says under which keys. Tensors are written whole, in chunks, one held in memory at a time; torch's own
-    writer makes the files.
+    ``Catalogue`` says under which keys. Tensors are written whole, in chunks, of which each process holds one in memory
+    at a time; torch's own writer makes the files. The files are the same, byte for byte, however many processes share
+    the work.
 
     Args:
         source: a checkpoint directory of any known format, or one that was opened.
@@ -146,169 +244,45 @@ def export_dcp(
         vocab_size: the true vocabulary; rows beyond it are left out.
         replicas: ``error`` compares copies of one box first, ``lowest-rank`` takes the lowest rank's.
         check_crcs: check the CRC-32 of every ``.pt`` file first.
+        receipt: read all data first, and write a receipt with digests of what is carried.
         overwrite: replace ``out`` when it exists.
-        progress: called with the stage's name, bytes done and bytes in total.
+        team: the processes that share the work, all of which call this. None is this process alone.
+        progress: called with a stage's name and its bytes; what it returns is called with bytes done.
 
     Raises one BridgeError; ``out`` is then what it was.
     """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(Path(source), vocab_size)
-    out = Path(out)
-    check_output(out, (checkpoint.path,), overwrite=overwrite)
-    if replicas not in REPLICA_POLICIES:
-        raise TargetError(f"unknown replica policy {replicas!r}", hint=f"choose {' or '.join(REPLICA_POLICIES)}")
-    catalogue = Catalogue.of(checkpoint.manifest, rename, model_state=model_state)
-    target, pieces = _lay_out(catalogue)
-    plan = make_plan(checkpoint.manifest, target)
-    if check_crcs:
-        _require_valid_crcs(checkpoint.manifest)
-    if replicas == "error":
-        require_equal_replicas(plan, Workers(1))
-    with FileStore.of(checkpoint.manifest) as store:
-        filler = BufferFiller(plan, store)
-        window = aligned_buffer(max((run.nbytes for run in target.buffers), default=0))
-        total, done = plan.num_bytes, 0
-
-        def fill(piece: _Piece) -> npt.NDArray[np.uint8]:
-            nonlocal done
-            data = window[: piece.nbytes]
-            filler.fill(piece.buffer, 0, data)
-            done += piece.nbytes
-            progress("writing", done, total)
-            return data
-
-        with new_directory(out, overwrite=overwrite, fsync=fsync) as folder:
-            _save(folder, catalogue, pieces, fill, fsync=fsync)
-            store.check_unchanged()
-    return ExportReport(len(catalogue.tensors), plan.num_bytes, checkpoint.remarks)
+    options = ExportOptions(rename, model_state, vocab_size, replicas, check_crcs, receipt, overwrite, fsync)
+    return plan_export(source, out, options).run(team, progress)
 
 
-def _lay_out(catalogue: Catalogue) -> tuple[Manifest, list[_Piece]]:
+def _lay_out(catalogue: Catalogue) -> tuple[Manifest, list[Piece]]:
     """Return every tensor in chunks: the manifest of the chunks, and what they are."""
     builder = ManifestBuilder()
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for key, spec in catalogue.tensors.items():
         tensor = builder.tensor(spec.key, spec.shape, spec.dtype)
         itemsize = ITEMSIZE[spec.dtype]
-        for offsets, shape in bounded_boxes(spec.shape, CHUNK_BYTES // itemsize):
+        for number, (offsets, shape) in enumerate(bounded_boxes(spec.shape, CHUNK_BYTES // itemsize)):
             region = Region(offsets, shape)
-            buffer = builder.buffer(key, 0, prod(shape) * itemsize, spec.dtype)
+            buffer = builder.buffer(key, 0, region.numel * itemsize, spec.dtype)
             builder.shard(tensor, region, 0, buffer)
-            pieces.append(_Piece(key, spec, region, buffer))
+            pieces.append(Piece(key, spec, region, number, buffer))
     return builder.build(), pieces
 
 
-def _require_valid_crcs(manifest: Manifest) -> None:
-    buffer = bytearray(1 << 20)
-    for file in sorted({run.file for run in manifest.buffers if run.file.endswith(".pt")}):
-        for record in check_crcs(read_torch_file(Path(file)), buffer):
-            raise CorruptFileError(
-                "bytes do not match their CRC-32", path=file, key=record.name,
-                hint="copy the file again from the original run",
-            )  # fmt: skip
-
-
-def _save(
-    folder: Path,
-    catalogue: Catalogue,
-    pieces: list[_Piece],
-    fill: Callable[[_Piece], npt.NDArray[np.uint8]],
-    *,
-    fsync: bool,
-) -> None:
-    """Let torch.distributed.checkpoint write all entries, each tensor chunk being made when it is its turn.
-
-    All chunks come in the same memory, because torch's writer keeps every tensor until its file is complete. That is
-    right only as long as it writes one before it asks for the next, which is checked.
-    """
-    import torch
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    by_index = {(piece.key, piece.region.offsets): piece for piece in pieces}
-
-    def item(key: str, shape: tuple[int, ...], dtype: str, region: Region) -> WriteItem:
-        size = torch.Size(shape)
-        chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.shape))
-        data = TensorWriteData(chunk, TensorProperties(dtype=getattr(torch, dtype)), size)
-        return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-    def items() -> Iterator[WriteItem]:
-        for key in catalogue.values:
-            yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-        for key in catalogue.steps:
-            yield item(key, (), "float32", Region((), ()))
-        for piece in pieces:
-            yield item(piece.key, piece.spec.shape, piece.spec.dtype, piece.region)
-
-    class Files(FileSystem):
-        """Remembers the file that is being written."""
-
-        current: Any = None
-
-        @contextmanager
-        def create_stream(self, path: Any, mode: str) -> Any:
-            with super().create_stream(path, mode) as stream:
-                self.current = stream
-                yield stream
-
-    files = Files()
-
-    def refuse(piece: _Piece) -> OutputError:
-        return OutputError(
-            "torch's checkpoint writer did not write the whole box in its turn", path=folder, key=piece.key,
-            region=piece.region, hint="please report it with the version of torch",
-        )  # fmt: skip
-
-    class Planner(DefaultSavePlanner):
-        """Plans all entries, and makes the data of each when the writer asks for it."""
-
-        previous: _Piece | None = None
-        expected = 0  # bytes that the file must have by now
-
-        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-            self.state_dict, self.mappings, self.is_coordinator = {}, dict(catalogue.paths), is_coordinator
-
-        def create_local_plan(self) -> SavePlan:
-            self.plan = SavePlan(list(items()), planner_data=self.mappings)
-            return self.plan
-
-        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-            key = write_item.index.fqn
-            if key in catalogue.values:
-                data = io.BytesIO()
-                torch.save(catalogue.values[key], data)
-                return data
-            if key in catalogue.steps:
-                return torch.tensor(catalogue.steps[key], dtype=torch.float32)
-            if self.previous is not None and files.current.tell() < self.expected:
-                raise refuse(self.previous)
-            piece = self.previous = by_index[key, tuple(write_item.index.offset or ())]
-            self.expected += piece.nbytes
-            dtype = getattr(torch, piece.spec.dtype)
-            if not piece.nbytes:
-                return torch.empty(piece.region.shape, dtype=dtype)
-            return torch.from_numpy(fill(piece)).view(dtype).view(piece.region.shape)
-
-    class Writer(FileSystemWriter):
-        """Makes sure that every item was written in full."""
-
-        def finish(self, metadata: Metadata, results: Any) -> None:
-            written = {(r.index.fqn, tuple(r.index.offset or ())): r.size_in_bytes for part in results for r in part}
-            for piece in pieces:
-                if written.get((piece.key, piece.region.offsets), -1) < piece.nbytes:
-                    raise refuse(piece)
-            super().finish(metadata, results)
-
-    writer = Writer(folder, single_file_per_rank=True, sync_files=fsync, thread_count=1, per_thread_copy_ahead=0)
-    writer.fs = files
-    try:
-        save({}, storage_writer=writer, planner=Planner(), no_dist=True)
-    except CheckpointException as error:
-        raise first_failure(error) from None
+def _cut(catalogue: Catalogue, pieces: Sequence[Piece]) -> tuple[DcpFile, ...]:
+    """Return the files: steps and plain values in the first, pieces in order, about FILE_BYTES in each."""
+    runs: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if size and size + piece.nbytes > FILE_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(piece)
+        size += piece.nbytes
+    first, *others = (tuple(run) for run in runs)
+    files = [DcpFile(0, tuple(catalogue.values), tuple(catalogue.steps), first)]
+    return (*files, *(DcpFile(number, (), (), run) for number, run in enumerate(others, 1)))
 
 
 def first_failure(error: Any) -> BridgeError:

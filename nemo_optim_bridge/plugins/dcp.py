@@ -35,7 +35,6 @@ from nemo_optim_bridge.core.checkpoint import WEIGHT, Checkpoint
 from nemo_optim_bridge.core.live import plan_tensors
 from nemo_optim_bridge.core.manifest import Manifest, TensorKey
 from nemo_optim_bridge.core.region import Region
-from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.errors import BridgeError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.checkpoints import open_checkpoint
 from nemo_optim_bridge.formats.torch_dcp import Catalogue, ExportReport, Rename, export_dcp, first_failure
@@ -120,11 +119,7 @@ class StorageReader(storage.StorageReader):
                 region = Region(tuple(item.storage_offsets), tuple(item.lengths))
                 boxes.append((catalogue.tensors[key].key, region, tensor))
         rank = distributed.get_rank() if distributed.is_initialized() else 0
-        load = plan_tensors(manifest, boxes, rank=rank)
-        with FileStore.of(manifest) as store:
-            load.run(store)
-            store.check_unchanged()
-            self.num_bytes_read += store.num_bytes_read
+        self.num_bytes_read += plan_tensors(manifest, boxes, rank=rank).run()
         for tensor, step in steps:
             tensor.fill_(step)
         for item, tensor in resolved:

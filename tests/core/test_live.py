@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import nemo_optim_bridge as nob
 from nemo_optim_bridge.errors import MissingSourceError, TargetError
+from tests.devices import DEVICES, require
 from tests.nanotron.fixtures import SAMPLE
 
 TRUTH_NAMES = {"fp32": "fp32_param"}
@@ -31,22 +32,14 @@ def expect_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got.cpu(), expected.to(got.dtype), rtol=0, atol=0)
 
 
-def test_whole_tensors_equal_truth(truth: dict[nob.TensorKey, torch.Tensor]) -> None:
-    merged = nob.merge_tensors(nob.read_checkpoint(SAMPLE).manifest)
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_tensors_equal_truth(truth: dict[nob.TensorKey, torch.Tensor], device: str) -> None:
+    require(device)
+    merged = nob.merge_tensors(nob.read_checkpoint(SAMPLE).manifest, device=device)
     assert set(merged) == set(truth)
     assert merged[nob.TensorKey(QKV, "weight")].dtype == torch.bfloat16
     for key, tensor in merged.items():
-        expect_equal(tensor, truth[key])
-
-
-@pytest.mark.gpu
-def test_whole_tensors_on_cuda(truth: dict[nob.TensorKey, torch.Tensor]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    merged = nob.merge_tensors(nob.read_checkpoint(SAMPLE).manifest, device="cuda")
-    assert set(merged) == set(truth)
-    for key, tensor in merged.items():
-        assert tensor.device.type == "cuda"
+        assert tensor.device.type == device
         expect_equal(tensor, truth[key])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +243,15 @@ def test_a_failed_export_leaves_nothing(
 ) -> None:
     source, out = nanotron_fixtures / "checkpoints" / SOURCE, tmp_path / "out"
 
-    def stop(stage: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise CorruptFileError("the disk is gone")
+    def stop(stage: str, total: int) -> Callable[[int], None]:
+        left = [total / 2]
+
+        def report(num_bytes: int) -> None:
+            left[0] -= num_bytes
+            if stage == "writing" and left[0] < 0:
+                raise CorruptFileError("the disk is gone")
+
+        return report
 
     with pytest.raises(CorruptFileError, match="the disk is gone"):
         export_dcp(source, out, progress=stop)
@@ -253,4 +261,15 @@ def test_a_failed_export_leaves_nothing(
     monkeypatch.setattr(torch, "save", lambda value, stream: stream.write(b"nothing"))
     with pytest.raises(OutputError, match="did not write the whole box"):
         export_dcp(source, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told(nanotron_fixtures: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # no file may grow beyond
+    try:
+        with pytest.raises(OutputError, match="cannot be written"):
+            export_dcp(nanotron_fixtures / "checkpoints" / SOURCE, tmp_path / "out", receipt=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

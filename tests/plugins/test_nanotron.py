@@ -40,8 +40,9 @@ class Wrapper:
 
 
 def build(
-    checkpoint: Path, axis: str = "tp", *, kind: Any = torch.optim.AdamW, group_per_parameter: bool = False
-) -> tuple[Any, Any]:
+    checkpoint: Path, axis: str = "tp", *, kind: Any = torch.optim.AdamW, group_per_parameter: bool = False,
+    device: str = "cpu",
+) -> tuple[Any, Any]:  # fmt: skip
     """Return an optimizer with fp32 masters and a parallel context in which all ranks lie along one axis.
 
     Along dp it is ZeRO-1.
@@ -58,7 +59,7 @@ def build(
     topology = Topology(**{"ep" if axis == "expert" else axis: size})
     source = read_checkpoint(checkpoint)
     weights = {
-        fqn: torch.nn.Parameter(torch.ones(layout.local_shape(topology), dtype=torch.bfloat16))
+        fqn: torch.nn.Parameter(torch.ones(layout.local_shape(topology), dtype=torch.bfloat16, device=device))
         for fqn, layout in source.layouts.items()
     }
     ranges = {fqn: {dp: zero_slice(w.numel(), size, dp) for dp in range(size)} for fqn, w in weights.items()}

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own, over gloo."""
+"""Run a function on several ranks, each a process of its own, over gloo unless told otherwise."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch import distributed
 
 
 def run_world(
-    num_ranks: int, work: Callable[..., Any], *args: Any, timeout: float = 240, killed: tuple[int, ...] = ()
-) -> list[Any]:
+    num_ranks: int, work: Callable[..., Any], *args: Any, timeout: float = 240, killed: tuple[int, ...] = (),
+    backend: str = "gloo",
+) -> list[Any]:  # fmt: skip
     """Return what ``work(rank, *args)`` returned on each rank; a rank's traceback fails the test.
 
     Ranks in ``killed`` are expected to die without a word: None stands for what they return.
@@ -27,7 +28,7 @@ def run_world(
     found: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            spawn.Process(target=_rank, args=(rank, num_ranks, folder, results, work, args))
+            spawn.Process(target=_rank, args=(rank, num_ranks, folder, results, backend, work, args))
             for rank in range(num_ranks)
         ]
         for process in ranks:
@@ -46,12 +47,14 @@ def run_world(
     return [found.get(rank) for rank in range(num_ranks)]
 
 
-def _rank(rank: int, num_ranks: int, folder: str, results: Any, work: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, num_ranks: int, folder: str, results: Any, backend: str, work: Callable[..., Any], args: Any
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         distributed.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{Path(folder, 'rendezvous')}",
             rank=rank,
             world_size=num_ranks,

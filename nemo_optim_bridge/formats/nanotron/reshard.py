@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
@@ -27,14 +26,14 @@ from nemo_optim_bridge.core.team import Progress as Meter
 from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.core.write import WINDOW_BYTES, share_files, write_files
-from nemo_optim_bridge.errors import CorruptFileError, OutputError, TargetError
+from nemo_optim_bridge.errors import OutputError, TargetError
+from nemo_optim_bridge.formats.crcs import require_valid_crcs
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
 from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec
 from nemo_optim_bridge.formats.topology import Topology
-from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
 
 REPLICA_POLICIES = ("error", "lowest-rank")
 #: Called with the name of a stage and its bytes in total; what it returns is called with bytes done.
@@ -124,7 +123,9 @@ class Reshard:
         team = self.team
         source = as_checkpoint(self.source)
         if self.options.check_crcs:
-            require_valid_crcs(self.source, team, progress)
+            checked = self.source.torch_files
+            total = sum(path.stat().st_size for path in checked)
+            require_valid_crcs(checked, team, progress("checking", total))
         if self.options.replicas == "error":
             report = progress("comparing replicas", Pairs.of_replicas(self.replicas).num_bytes())
             team.gather(lambda: require_equal_replicas(self.replicas, team.local, report))
@@ -274,29 +275,3 @@ def _target_spec(source: NanotronCheckpoint, like: NanotronCheckpoint | None, op
 def describe(topology: Topology, zero_stage: int, dialect: str) -> Mapping[str, Any]:
     """Return a topology under the field names of ``--json``."""
     return {**asdict(topology), "zero_stage": zero_stage, "dialect": dialect}
-
-
-def require_valid_crcs(
-    source: NanotronCheckpoint, team: Team, progress: Progress = lambda stage, total: ignore
-) -> None:  # fmt: skip
-    """Check the CRC-32 of every record of the torch files; raises CorruptFileError that names file and record.
-
-    Files that were written without CRCs (all are 0) pass.
-    """
-
-    def make(report: Meter) -> Callable[[Path], None]:
-        buffer = bytearray(1 << 20)
-
-        def check(path: Path) -> None:
-            for record in check_crcs(read_torch_file(path), buffer, crc32=crc32):
-                raise CorruptFileError(
-                    "bytes do not match their CRC-32", path=path, key=record.name,
-                    hint="copy the file again from the original run; --no-crc-check reads it as it is",
-                )  # fmt: skip
-            report(path.stat().st_size)
-
-        return check
-
-    files = source.torch_files
-    sizes = [path.stat().st_size for path in files]
-    team.map(make, files, sizes, progress("checking", sum(sizes)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,11 @@ from nemo_optim_bridge.core.agree import together
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.live import TensorLoad, plan_tensors
 from nemo_optim_bridge.core.plan import Plan
-from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.team import Workers
 from nemo_optim_bridge.errors import TargetError
-from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
+from nemo_optim_bridge.formats.crcs import require_valid_crcs
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout
-from nemo_optim_bridge.formats.nanotron.reshard import REPLICA_POLICIES, require_valid_crcs
+from nemo_optim_bridge.formats.nanotron.reshard import REPLICA_POLICIES
 from nemo_optim_bridge.plugins.nanotron.running import RunningOptimizer, read_running
 from nemo_optim_bridge.plugins.nanotron.scheduler import remember_groups
 from nemo_optim_bridge.plugins.nanotron.target import (
@@ -29,7 +30,6 @@ from nemo_optim_bridge.plugins.nanotron.target import (
     master_boxes,
     new_hyperparameters,
     new_states,
-    own_share,
     read_for,
 )
 
@@ -81,17 +81,20 @@ def load_optimizer(
     world = parallel_context.world_pg
     running = together(lambda: read_running(optimizer, parallel_context), world)
     fqns = _all_fqns(running, parallel_context.pp_pg)
-    load = together(lambda: _prepare(root_folder, running, fqns, vocab_size, replicas), world)
-    together(lambda: load.check(check_crcs, replicas, world), world)
-    together(load.read_states, world)
+    rank, size = distributed.get_rank(world), distributed.get_world_size(world)
+    share = slice(rank, None, size)
+    load = together(lambda: _prepare(root_folder, running, fqns, share, vocab_size, replicas), world)
+    gc.collect()  # reading headers leaves cycles behind
+    together(lambda: load.check(check_crcs, replicas), world)
+    num_bytes_read = together(load.read_states, world)
     undo = together(lambda: Undo(running), world)
     try:
-        together(load.read_masters, world)
+        num_bytes_read += together(load.read_masters, world)
     except BaseException:
         undo.run()
         raise
     load.commit()
-    report = load.report()
+    report = LoadReport(load.num_bytes, num_bytes_read)
     logger.info("loaded %d bytes of optimizer state, read %d", report.num_bytes, report.num_bytes_read)
     return report
 
@@ -105,41 +108,40 @@ def _all_fqns(running: RunningOptimizer, stages: Any) -> set[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Load:
-    """A load that was planned and validated on this rank; nothing of the optimizer has been touched."""
+    """A load that was planned and validated on this rank; nothing of the optimizer has been touched.
 
-    source: NanotronCheckpoint
+    What was read of the checkpoint's headers is gone but for what this rank's own boxes need: ``torch_files`` are those
+    whose CRCs this rank checks.
+    """
+
+    torch_files: Sequence[Path]
     running: RunningOptimizer
     states: Sequence[dict[str, Any]]
     hyperparameters: Sequence[Mapping[str, Any]]
     states_load: TensorLoad
     masters_load: TensorLoad
-    store: FileStore
 
-    def check(self, check_crcs: bool, replicas: str, world: Any) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states and masters that are filled."""
+        return self.states_load.plan.num_bytes + self.masters_load.plan.num_bytes
+
+    def check(self, check_crcs: bool, replicas: str) -> None:
         """Check this rank's share of the source's bytes."""
         alone = Workers(1)  # the shares are this module's: ranks need not learn each other's results
         if check_crcs:
-            rank, size = distributed.get_rank(world), distributed.get_world_size(world)
-            require_valid_crcs(own_share(self.source, rank, size), alone)
+            require_valid_crcs(self.torch_files, alone)
         if replicas == "error":
             for load in (self.states_load, self.masters_load):
                 require_equal_replicas(_share_of_replicas(load.plan, self.running), alone)
 
-    def read_states(self) -> None:
-        """Fill the new states, which the optimizer does not know yet."""
-        with self.store:
-            self.states_load.run(self.store)
-            self.store.check_unchanged()
+    def read_states(self) -> int:
+        """Fill the new states, which the optimizer does not know yet; return the bytes read."""
+        return self.states_load.run()
 
-    def read_masters(self) -> None:
-        """Fill the masters in place."""
-        with self.store:
-            self.masters_load.run(self.store)
-            self.store.check_unchanged()
-
-    def report(self) -> LoadReport:
-        """Return what was loaded and read."""
-        return LoadReport(self.states_load.plan.num_bytes + self.masters_load.plan.num_bytes, self.store.num_bytes_read)
+    def read_masters(self) -> int:
+        """Fill the masters in place; return the bytes read."""
+        return self.masters_load.run()
 
     def commit(self) -> None:
         """Hand the new states and hyperparameters to the torch optimizer: assignments only, which cannot fail."""
@@ -152,9 +154,13 @@ class _Load:
 
 
 def _prepare(
-    path: str | os.PathLike[str], running: RunningOptimizer, fqns: Iterable[str], vocab_size: int | None, replicas: str
-) -> _Load:
-    """Read the headers, validate and plan; allocates this rank's new states."""
+    path: str | os.PathLike[str], running: RunningOptimizer, fqns: Iterable[str], share: slice,
+    vocab_size: int | None, replicas: str,
+) -> _Load:  # fmt: skip
+    """Read the headers, validate and plan; allocates this rank's new states.
+
+    ``share`` is of the checkpoint's torch files: those that this rank checks.
+    """
     if replicas not in REPLICA_POLICIES:
         raise TargetError(f"unknown replica policy {replicas!r}", hint=f"choose {' or '.join(REPLICA_POLICIES)}")
     layouts: Mapping[str, ParamLayout]
@@ -165,7 +171,7 @@ def _prepare(
     rank = running.topology.rank(running.at)
     moments = plan_tensors(source.manifest, boxes, rank=rank)
     masters = plan_tensors(source.manifest, master_boxes(layouts, running), rank=rank)
-    return _Load(source, running, states, hyperparameters, moments, masters, FileStore.of(source.manifest))
+    return _Load(source.torch_files[share], running, states, hyperparameters, moments, masters)
 
 
 def _share_of_replicas(plan: Plan, running: RunningOptimizer) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -223,8 +222,3 @@ def _group_problems(
             f"the checkpoint's optimizer has {', '.join(unknown)}, the run's {type(group).__name__} has not",
             path=source.path, key=fqns[0], hint="resume with the optimizer that saved the checkpoint",
         )  # fmt: skip
-
-
-def own_share(source: NanotronCheckpoint, rank: int, num_ranks: int) -> NanotronCheckpoint:
-    """Return the checkpoint with every ``num_ranks``-th optimizer file only: ranks check one file each, none twice."""
-    return replace(source, torch_files=source.torch_files[rank::num_ranks])

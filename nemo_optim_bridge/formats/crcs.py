@@ -1,0 +1,37 @@
+"""Check the CRC-32 of whole torch files, the members of a team sharing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from isal.isal_zlib import crc32
+
+from nemo_optim_bridge.core.team import Progress, Team, ignore
+from nemo_optim_bridge.errors import CorruptFileError
+from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
+
+_BUFFER_BYTES = 1 << 20
+
+
+def require_valid_crcs(files: Sequence[Path], team: Team, progress: Progress = ignore) -> None:
+    """Raise CorruptFileError, which names file and record, when bytes do not match their CRC-32.
+
+    Called by all members of a team, each of which reads a share of the files. Files that were written without CRCs
+    (all are 0) pass.
+    """
+
+    def make(report: Progress) -> Callable[[Path], None]:
+        buffer = bytearray(_BUFFER_BYTES)
+
+        def check(path: Path) -> None:
+            for record in check_crcs(read_torch_file(path), buffer, crc32=crc32):
+                raise CorruptFileError(
+                    "bytes do not match their CRC-32", path=path, key=record.name,
+                    hint="copy the file again from the original run; without the check it is read as it is",
+                )  # fmt: skip
+            report(path.stat().st_size)
+
+        return check
+
+    team.map(make, files, [path.stat().st_size for path in files], progress)
