@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.gather import round_to_bfloat16, unsigned
 from nemo_optim_bridge.core.live import execute_into, plan_tensors
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, ManifestBuilder, TensorKey
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.staging import Opener, open_device
 from nemo_optim_bridge.core.store import MemoryStore, Store

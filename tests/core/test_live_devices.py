@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import nemo_optim_bridge as nob
+from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.live import execute_into, plan_tensors
-from nemo_optim_bridge.core.manifest import ITEMSIZE, ManifestBuilder
+from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.staging import BUFFER_BYTES, NUM_BUFFERS, Stager
 from nemo_optim_bridge.core.store import MemoryStore
 from nemo_optim_bridge.errors import CorruptFileError

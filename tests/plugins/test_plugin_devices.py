@@ -98,7 +98,7 @@ def test_ranks_that_torchrun_started(device: str) -> None:
     code = (
         "import sys, torch\n"
         "from nemo_optim_bridge.core.team import find_team, ignore\n"
-        "team = find_team(None, 0)\n"
+        "team = find_team(None)\n"
         "assert team.is_leader and team.lead(lambda: 7) == 7\n"
         "assert team.map(lambda report: lambda item: item * item, [1, 2, 3], [1, 1, 1], ignore) == [1, 4, 9]\n"
         "one = torch.ones(1, device=sys.argv[1])\n"
