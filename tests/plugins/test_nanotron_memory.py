@@ -59,8 +59,8 @@ def test_the_headers_of_other_ranks_are_gone_before_anything_is_read(nanotron_fi
         assert found["buffers"] < found["stored"]
         own = found["parameters"]
         assert set(kept) <= {
-            "TensorSpec", "TensorKey", "RunningParameter",
-            "RunningOptimizer", "Topology", "Coordinates", "Manifest", "ShardTable", "BufferTable", "Plan", "TensorLoad", "_Load",
+            "TensorSpec", "TensorKey", "RunningParameter", "RunningOptimizer", "Topology", "Coordinates", "Manifest",
+            "ShardTable", "BufferTable", "Plan", "TensorLoad", "_Load",
         }  # fmt: skip
         assert max(kept["TensorSpec"], kept["TensorKey"]) <= 2 * 3 * own  # both sides of a plan, three states
         assert kept["RunningParameter"] <= own
