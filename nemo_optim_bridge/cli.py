@@ -210,12 +210,19 @@ def reshard(
             with _progress(team) as report:
                 summary.update(planned.run(team, report))
             is_leader = team.is_leader
-            for finding in summary["findings"]:
-                summary["remarks"].append(f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}")
+            summary["remarks"] += _carried(summary)
         summary["written"] = not dry_run
     if is_leader:
         _print_result(summary, as_json)
     raise typer.Exit(EXIT_DIFFERENT if dry_run and summary["problems"] else EXIT_OK)
+
+
+def _carried(found: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with values that were carried as they are."""
+    return [
+        f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}"
+        for finding in found.get("findings", ())
+    ]
 
 
 @app.command()
@@ -250,7 +257,10 @@ def convert(
     ] = None,
     link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
     receipt: Annotated[
-        bool, typer.Option("--receipt", help="Read all data, and write a receipt with digests.")
+        bool, typer.Option(help="Read all data and write a receipt; without it, take seconds at any size.")
+    ] = True,
+    allow_cold: Annotated[
+        bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
     ] = False,
     vocab_size: VocabSize = None,
     workers: NumWorkers = None,
@@ -271,14 +281,16 @@ def convert(
         options = Options(
             to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
             exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
-            scheduler_state=scheduler_state, link=link, receipt=receipt, overwrite=overwrite, fsync=fsync,
+            scheduler_state=scheduler_state, link=link, receipt=receipt, allow_cold=allow_cold, overwrite=overwrite, fsync=fsync,
         )  # fmt: skip
         planned = plan_convert(checkpoint, out, options)
+        found: dict[str, Any] = {}
         if not dry_run:
             team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders or receipt else 1))
             with _progress(team) as report:
-                planned.run(team, report)
-        summary = {**planned.summary(), "written": not dry_run}
+                found = planned.run(team, report)
+        summary = {**planned.summary(), **found, "written": not dry_run}
+        summary["remarks"] += _carried(found)
     _print_result(summary, as_json)
 
 
@@ -419,7 +431,7 @@ def _check_receipt(
     from nemo_optim_bridge.formats.checkpoints import open_checkpoint
 
     receipt = read_receipt(receipt_path)
-    opened = open_checkpoint(path, vocab_size or receipt["vocab_size"])
+    opened = open_checkpoint(path, vocab_size or receipt["vocab_size"], receipt["no_decay"])
     surveyed, is_leader = _survey(opened, workers, scan=True)
     lines = list(check_receipt(receipt, opened, surveyed))
     return lines, {"num_tensors": len(opened.manifest.tensors)}, is_leader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,21 @@ from nemo_optim_bridge.formats.nanotron.reader import is_nanotron, read_checkpoi
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
 from nemo_optim_bridge.formats.torch_dist import is_megatron
 from nemo_optim_bridge.formats.torch_dist.inspect import inspect as inspect_torch_dist
+from nemo_optim_bridge.formats.torch_dist.membership import Rule
 from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
 
 
-def open_checkpoint(path: Path, vocab_size: int | None = None) -> Checkpoint:
-    """Read a checkpoint's headers; raises UnknownFormatError when no reader knows the directory."""
+def open_checkpoint(
+    path: Path, vocab_size: int | None = None, no_decay: Iterable[str] | None = None
+) -> Checkpoint:  # fmt: skip
+    """Read a checkpoint's headers; raises UnknownFormatError when no reader knows the directory.
+
+    Args:
+        vocab_size: the true vocabulary, for checkpoints that store a padded one; the stored size when None.
+        no_decay: the parameters without weight decay, for checkpoints that do not say; their default rule when None.
+    """
     if is_megatron(path):
-        return open_torch_dist(path)[0]
+        return open_torch_dist(path, None if no_decay is None else Rule.listed(no_decay, "as in the receipt"))[0]
     root = resolve(path)
     if is_nanotron(root):
         return as_checkpoint(read_checkpoint(root, vocab_size))

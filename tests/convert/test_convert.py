@@ -9,7 +9,6 @@ import pytest
 
 from nemo_optim_bridge.cli import run
 from nemo_optim_bridge.core.manifest import TensorKey
-from nemo_optim_bridge.core.receipt import FILE_NAME
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.torch_dist import read_torch_dist
 from nemo_optim_bridge.formats.torch_dist.convert import Options, convert
@@ -303,11 +302,3 @@ def test_command_line(megatron_fixtures: Path, tmp_path: Path, capsys: pytest.Ca
     assert run(["convert", source, str(tmp_path / "x"), "--to", "sgd"]) == 2
 
 
-def test_a_receipt_is_written_on_request_and_never_carried_on(megatron_fixtures: Path, tmp_path: Path) -> None:
-    source = megatron_fixtures / "fused_moe_ep1" / "ckpt"
-    convert(source, tmp_path / "one", Options(to=DISTRIBUTED, receipt=True))
-    receipt = tmp_path / "one" / FILE_NAME
-    convert(tmp_path / "one", tmp_path / "two", Options(to=FUSED))
-    assert not (tmp_path / "two" / FILE_NAME).exists()
-    for folder in (source, tmp_path / "one", tmp_path / "two"):
-        assert run(["verify", str(folder), "--receipt", str(receipt)]) == 0
