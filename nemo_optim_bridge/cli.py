@@ -281,7 +281,8 @@ def convert(
         options = Options(
             to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
             exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
-            scheduler_state=scheduler_state, link=link, receipt=receipt, allow_cold=allow_cold, overwrite=overwrite, fsync=fsync,
+            scheduler_state=scheduler_state, link=link, receipt=receipt, allow_cold=allow_cold,
+            overwrite=overwrite, fsync=fsync,
         )  # fmt: skip
         planned = plan_convert(checkpoint, out, options)
         found: dict[str, Any] = {}

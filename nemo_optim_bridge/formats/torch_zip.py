@@ -24,7 +24,7 @@ import numpy as np
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.output import Literal, Part, Payload, Sealed
 from nemo_optim_bridge.core.region import contiguous_stride
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, TargetError, UnknownFormatError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, TargetError, UnknownFormatError, unreadable
 from nemo_optim_bridge.formats import pickle_data
 from nemo_optim_bridge.formats.pickle_data import Call, Global
 
@@ -135,7 +135,7 @@ def read_torch_file(
         except FileNotFoundError:
             raise MissingSourceError("torch file is missing", path=path) from None
         except OSError as error:
-            raise CorruptFileError(f"torch file cannot be read: {error.strerror}", path=path) from error
+            raise unreadable(path, error) from error
     size = os.fstat(fd).st_size
     if nbytes is None:
         nbytes = size - offset

@@ -300,5 +300,3 @@ def test_command_line(megatron_fixtures: Path, tmp_path: Path, capsys: pytest.Ca
     shown = json.loads(capsys.readouterr().out)
     assert (shown["optimizer"], shown["key_style"], shown["num_parameters"]) == (DISTRIBUTED, "both", 13)
     assert run(["convert", source, str(tmp_path / "x"), "--to", "sgd"]) == 2
-
-

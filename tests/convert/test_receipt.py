@@ -70,7 +70,13 @@ def test_it_finds_a_flipped_byte_and_an_edited_group(
     code, lines = holds(tmp_path / "flipped", out / FILE_NAME, capsys)
     assert code == 1
     assert any(line.startswith(f"{shard.key}".removeprefix("model.")) and "digest" in line for line in lines)
-    for field, value in (("lr", 0.5), ("betas", (0.5, 0.5)), ("eps", 1e-3), ("max_lr", 0.7), ("bias_correction", False)):
+    for field, value in (
+        ("lr", 0.5),
+        ("betas", (0.5, 0.5)),
+        ("eps", 1e-3),
+        ("max_lr", 0.7),
+        ("bias_correction", False),
+    ):
         unlink(out)
         file = CommonFile(out)
         kept = (out / "common.pt").read_bytes()

@@ -10,10 +10,10 @@ from pathlib import Path
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
-    CorruptFileError,
     MissingSourceError,
     UnknownFormatError,
     raise_all,
+    unreadable,
 )
 from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.assemble import Assembler
@@ -46,7 +46,9 @@ def resolve(path: Path) -> Path:
         with latest.open(errors="replace") as file:
             step = file.read(40).strip()
         if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
-            raise MissingSourceError(f"latest.txt names step {step!r}, which is not there", path=path)
+            raise MissingSourceError(
+                f"latest.txt names step {step!r}, which is not there", path=path, hint="give the directory of a step"
+            )
         return path / step
 
 
@@ -56,7 +58,7 @@ def _readable(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CorruptFileError(f"cannot be read: {error.strerror}", path=str(error.filename or root)[:400]) from error
+        raise unreadable(str(error.filename or root)[:400], error) from error
 
 
 def is_nanotron(path: Path) -> bool:
@@ -79,6 +81,7 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
             hint="give the directory of one step, or its parent with latest.txt",
         )  # fmt: skip
     documents = Documents.read(root)
+    documents.check_samples()
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)
     weights = read_weights(root, topology, facts)

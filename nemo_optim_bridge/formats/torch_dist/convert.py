@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, identify
-from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.health import require_warm
+from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
-from nemo_optim_bridge.core.regroup import has_expert_groups
 from nemo_optim_bridge.core.receipt import encode, make_receipt
+from nemo_optim_bridge.core.regroup import has_expert_groups
 from nemo_optim_bridge.core.team import Progress, Team, Workers, ignore
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.documents import read_json

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard, cast
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
+from nemo_optim_bridge.core.store import identify
+from nemo_optim_bridge.errors import CorruptFileError, unreadable
 from nemo_optim_bridge.formats import pickle_data
 
 NAME: Final = ".metadata"
@@ -152,12 +153,11 @@ def load_document(root: Path) -> Document:
     pickle.
     """
     file = root / NAME
+    identify(file)
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise MissingSourceError(
-            f"{NAME} cannot be read ({error.strerror})", path=file, hint="the checkpoint is incomplete"
-        ) from error
+        raise unreadable(file, error) from error
     loaded = pickle_data.loads(data, path=str(file), allow=_ALLOW)
     if not isinstance(loaded, Document):
         raise CorruptFileError(f"{NAME} does not hold torch's Metadata", path=file)

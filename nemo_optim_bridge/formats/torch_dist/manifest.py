@@ -13,7 +13,7 @@ from typing import Any, Final
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, scalar
 from nemo_optim_bridge.core.manifest import Manifest, ManifestBuilder, ParamGroup, TensorKey
 from nemo_optim_bridge.core.regroup import effective_weight_decay
-from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all, unreadable
 from nemo_optim_bridge.formats.torch_dist.containers import model_prefix
 from nemo_optim_bridge.formats.torch_dist.membership import Rule, groups_of_parameters
 from nemo_optim_bridge.formats.torch_dist.reader import Chunk, DistTensor, TorchDist, read_torch_dist
@@ -132,7 +132,7 @@ def _opened(file: Path) -> Iterator[int]:
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError as error:
-        raise MissingSourceError(f"cannot be opened: {error.strerror}", path=file) from error
+        raise unreadable(file, error) from error
     try:
         yield descriptor
     finally:

@@ -39,7 +39,7 @@ class Rule:
 
     @classmethod
     def listed(cls, names: Iterable[str], origin: str) -> Rule:
-        """Return the rule that these parameters, named without what comes before all names, and no others have no weight decay."""
+        """Return the rule that these parameters have no weight decay, and no others; see ``names``."""
         return cls((), False, origin, frozenset(names))
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -26,6 +27,7 @@ from nemo_optim_bridge.errors import (
     MissingSourceError,
     UnknownFormatError,
     raise_all,
+    unreadable,
 )
 from nemo_optim_bridge.formats import torch_zip
 from nemo_optim_bridge.formats.torch_dist.document import (
@@ -161,14 +163,19 @@ def _backend(root: Path) -> str:
 def _config(root: Path) -> dict[str, Any]:
     config = root / _CONFIG
     try:
-        if config.stat().st_size > _LARGEST_CONFIG:
-            raise CorruptFileError("metadata.json is too large to be one", path=config)
-        parsed = json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        _, size, *_ = identify(config)
+    except MissingSourceError as error:
         raise UnknownFormatError(
-            "no metadata.json: this is not a Megatron distributed checkpoint", path=root
+            "no metadata.json: this is not a Megatron distributed checkpoint", path=root,
+            hint="give the directory that holds metadata.json, .metadata and common.pt",
         ) from error  # fmt: skip
-    except (OSError, ValueError) as error:
+    if size > _LARGEST_CONFIG:
+        raise CorruptFileError("metadata.json is too large to be one", path=config)
+    try:
+        parsed = json.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(config, error) from error
+    except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"metadata.json cannot be read ({error})", path=config) from error
     if not isinstance(parsed, dict):
         raise CorruptFileError("metadata.json holds no object", path=config)
