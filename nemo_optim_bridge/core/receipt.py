@@ -17,7 +17,7 @@ from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.fingerprint import HYPERPARAMETERS, canonical
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.core.survey import Survey
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, unreadable
 from nemo_optim_bridge.version import __version__
 
 SCHEMA = 1
@@ -121,12 +121,16 @@ def encode(receipt: Mapping[str, Any]) -> bytes:
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """Read a receipt; raises MissingSourceError or CorruptFileError."""
-    if not path.exists():
-        raise MissingSourceError("there is no such receipt", path=path, hint=f"give the path of a {FILE_NAME}")
-    identify(path)
     try:
+        identify(path)
         receipt = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
-    except (OSError, ValueError, RecursionError) as error:
+    except MissingSourceError as error:
+        raise MissingSourceError(
+            "there is no such receipt", path=path, hint=f"give the path of a {FILE_NAME}"
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"cannot be read as a receipt: {error}", path=path, hint=_COPY) from error
     if not isinstance(receipt, dict) or receipt.get("schema") != SCHEMA:
         schema = receipt.get("schema") if isinstance(receipt, dict) else None

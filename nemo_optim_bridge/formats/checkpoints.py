@@ -11,12 +11,12 @@ from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.survey import survey
 from nemo_optim_bridge.core.team import find_team
 from nemo_optim_bridge.core.whole import whole_bytes
-from nemo_optim_bridge.errors import UnknownFormatError
+from nemo_optim_bridge.errors import BridgeError, UnknownFormatError
 from nemo_optim_bridge.formats.nanotron.inspect import inspect as inspect_nanotron
 from nemo_optim_bridge.formats.nanotron.layout import padded_vocab_size
 from nemo_optim_bridge.formats.nanotron.reader import is_nanotron, read_checkpoint, resolve
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
-from nemo_optim_bridge.formats.torch_dist import is_megatron
+from nemo_optim_bridge.formats.torch_dist import is_megatron, read_torch_dist
 from nemo_optim_bridge.formats.torch_dist.inspect import inspect as inspect_torch_dist
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
 from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
@@ -87,7 +87,14 @@ def describe(path: Path, *, deep: bool = False) -> dict[str, Any]:
     return found
 
 
-def _unknown(root: Path) -> UnknownFormatError:
+def _unknown(root: Path) -> BridgeError:
+    """Return the error for a directory that no reader knows; a metadata.json that cannot be read says more."""
+    try:
+        read_torch_dist(root)
+    except UnknownFormatError:
+        pass
+    except BridgeError as error:
+        return error
     return UnknownFormatError(
         "is not a checkpoint of a known format",
         path=root,

@@ -75,6 +75,11 @@ def read_checkpoint(path: str | os.PathLike[str], vocab_size: int | None = None)
     Raises CheckpointError (one of its kinds) with every problem found.
     """
     root = resolve(Path(path))
+    with _readable(root):
+        return _read(root, vocab_size)
+
+
+def _read(root: Path, vocab_size: int | None) -> NanotronCheckpoint:
     if not is_nanotron(root):
         raise UnknownFormatError(
             "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,

@@ -49,7 +49,7 @@ class Scheduler:
         if not dialect.group_per_parameter:
             if any(exact(row) != exact(rows[0]) for row in rows):
                 raise TargetError(
-                    f"dialect {dialect.name} has one param group, but the learning rates of the parameters differ",
+                    f"dialect {dialect.name} has one param group, but the lr_scheduler's entries differ",
                     hint="keep the source's dialect",
                 )
             rows = rows[:1]
