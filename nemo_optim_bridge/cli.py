@@ -6,7 +6,6 @@ import gc
 import io
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -259,6 +258,7 @@ def convert(
     receipt: Annotated[
         bool, typer.Option(help="Read all data and write a receipt; without it, take seconds at any size.")
     ] = True,
+    crc_check: Annotated[bool, typer.Option(help="Check the CRC-32 of every record that is read.")] = True,
     allow_cold: Annotated[
         bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
     ] = False,
@@ -275,19 +275,19 @@ def convert(
             summary = _export_dcp(checkpoint, out, vocab_size, overwrite=overwrite, fsync=fsync, dry_run=dry_run)
             _print_result(summary, as_json)
             return
-        from nemo_optim_bridge.core.team import Workers
+        from nemo_optim_bridge.core.team import Workers, worth_workers
         from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
 
         options = Options(
             to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
             exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
-            scheduler_state=scheduler_state, link=link, receipt=receipt, allow_cold=allow_cold,
-            overwrite=overwrite, fsync=fsync,
+            scheduler_state=scheduler_state, link=link, receipt=receipt, check_crcs=crc_check,
+            allow_cold=allow_cold, overwrite=overwrite, fsync=fsync,
         )  # fmt: skip
         planned = plan_convert(checkpoint, out, options)
         found: dict[str, Any] = {}
         if not dry_run:
-            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders or receipt else 1))
+            team = Workers(workers or worth_workers(planned.num_bytes_read))
             with _progress(team) as report:
                 found = planned.run(team, report)
         summary = {**planned.summary(), **found, "written": not dry_run}

@@ -64,9 +64,12 @@ def find_team(workers: int | None, num_bytes: int) -> Team:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return Ranks.start()
-    if workers is None:
-        workers = min(4, len(os.sched_getaffinity(0))) if num_bytes >= _WORTH_WORKERS else 1
-    return Workers(workers)
+    return Workers(workers or worth_workers(num_bytes))
+
+
+def worth_workers(num_bytes: int) -> int:
+    """Return how many workers of this machine pay off: up to four, as many as there are processors."""
+    return min(4, len(os.sched_getaffinity(0))) if num_bytes >= _WORTH_WORKERS else 1
 
 
 class Workers:

@@ -23,6 +23,7 @@ from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.documents import read_json
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile, opaque_classes
 from nemo_optim_bridge.formats.torch_dist.containers import model_prefix, rewrap, target_prefix
+from nemo_optim_bridge.formats.torch_dist.crcs import require_valid_crcs
 from nemo_optim_bridge.formats.torch_dist.document import Document
 from nemo_optim_bridge.formats.torch_dist.link import check_link, link_file
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
@@ -59,7 +60,8 @@ class Options:
     ``key_style`` is for distributed_fused_adam, ``chained_prefix`` and ``torch_adam`` for megatron-core's optimizers.
     ``container`` and ``target_ep`` None mean: as in the source. ``no_decay`` are patterns of the names of parameters
     without weight decay; empty means the default rule of the source's framework. ``receipt`` reads and hashes all
-    data, and refuses a cold optimizer unless ``allow_cold``; without it no tensor's data are read.
+    data, checks their CRCs unless ``check_crcs`` is False, and refuses a cold optimizer unless ``allow_cold``; without
+    it no tensor's data are read.
     """
 
     to: str
@@ -73,6 +75,7 @@ class Options:
     scheduler_state: Path | None = None
     link: str = "auto"
     receipt: bool = True
+    check_crcs: bool = True
     allow_cold: bool = False
     overwrite: bool = False
     fsync: bool = True
@@ -119,6 +122,11 @@ class Conversion:
             "problems": [],
         }
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of data that ``run`` reads, roughly."""
+        return sum(self.sizes.values()) if self.options.receipt or self.options.exact_remainders else 0
+
     def run(
         self, team: Team | None = None, progress: Callable[[str, int], Progress] = lambda stage, total: ignore
     ) -> dict[str, Any]:
@@ -134,6 +142,8 @@ class Conversion:
         """
         root, team = Path(self.source.path), team or Workers(1)
         before = _identities(root, self.sizes)
+        if self.options.receipt and self.options.check_crcs:
+            require_valid_crcs(root, self.source.places(), team, progress)
         proof = Proof.of(root, self.rule, team, progress) if self.options.receipt else None
         if proof is not None and not self.options.allow_cold:
             require_warm(proof.surveyed.findings, root)

@@ -11,6 +11,8 @@ from nemo_optim_bridge.errors import CorruptFileError, unreadable
 from nemo_optim_bridge.formats import pickle_data
 
 NAME: Final = ".metadata"
+#: Bytes; two million keys take about as many.
+_LARGEST: Final = 1 << 30
 
 
 class Fields:
@@ -153,7 +155,9 @@ def load_document(root: Path) -> Document:
     pickle.
     """
     file = root / NAME
-    identify(file)
+    _, size, *_ = identify(file)
+    if size > _LARGEST:
+        raise CorruptFileError(f"{NAME} is larger than {_LARGEST >> 20} MiB", path=file)
     try:
         data = file.read_bytes()
     except OSError as error:

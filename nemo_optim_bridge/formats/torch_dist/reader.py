@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -30,6 +30,7 @@ from nemo_optim_bridge.errors import (
     unreadable,
 )
 from nemo_optim_bridge.formats import torch_zip
+from nemo_optim_bridge.formats.torch_dist.crcs import require_valid
 from nemo_optim_bridge.formats.torch_dist.document import (
     ChunkEntry,
     Document,
@@ -97,6 +98,12 @@ class TorchDist:
     common: Mapping[Any, Any]
     object_places: tuple[tuple[str, int, int], ...] = ()
     document: Document | None = None
+
+    def places(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (file, offset, nbytes) of every stored box; boxes of two keys may be one."""
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                yield chunk.file, chunk.offset, chunk.nbytes
 
 
 def is_torch_dist(path: str | os.PathLike[str]) -> bool:
@@ -294,6 +301,7 @@ def read_common(root: Path) -> Mapping[Any, Any]:
     if not file.is_file():
         raise MissingSourceError(f"no {_COMMON}", path=root, hint="the checkpoint is incomplete")
     stored = torch_zip.read_torch_file(file, opaque=True)
+    require_valid(stored, bytearray(1 << 16))
     tree = _numbers(stored.root, stored)
     if not isinstance(tree, Mapping):
         raise CorruptFileError(f"{_COMMON} holds no dict", path=file)
