@@ -107,9 +107,11 @@ def test_groups_that_only_megatron_knows(megatron_fixtures: Path, tmp_path: Path
         groups.append({**groups[0], "is_decoupled_lr": True, "lr": 0.5, "max_lr": 0.5, "default_config": False})
 
     source = edited(megatron_fixtures / "mcore_float16_moe_ep1" / "ckpt", tmp_path / "in", decouple)
-    convert(source, tmp_path / "same", Options(to=DISTOPT))
+    with pytest.raises(ParamGroupError, match="--no-receipt converts without one"):
+        convert(source, tmp_path / "same", Options(to=DISTOPT))
+    convert(source, tmp_path / "same", Options(to=DISTOPT, receipt=False))
     assert saved_of(tmp_path / "same").groups == saved_of(source).groups
-    convert(source, tmp_path / "split", Options(to=DISTOPT, target_ep=2))
+    convert(source, tmp_path / "split", Options(to=DISTOPT, target_ep=2, receipt=False))
     shown = [(g["is_expert_parallel"], g["is_decoupled_lr"], g["lr"]) for g in saved_of(tmp_path / "split").groups]
     assert (False, True, 0.5) in shown
     with pytest.raises(ParamGroupError, match="is_decoupled_lr"):

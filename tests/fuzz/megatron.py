@@ -44,10 +44,10 @@ FIXTURES = (
 )  # fmt: skip
 KINDS = ("fused_adam", "distributed_fused_adam", "mcore_float16", "mcore_distributed")
 COMMANDS: dict[str, tuple[str, ...]] = {
-    **{kind: ("convert", "--to", kind, "--no-fsync") for kind in KINDS},
-    "unread": ("convert", "--to", "distributed_fused_adam", "--no-fsync", "--no-receipt"),
-    "exact": ("convert", "--to", "distributed_fused_adam", "--no-fsync", "--exact-remainders"),
-    "fingerprint": ("fingerprint",),
+    **{kind: ("convert", "--to", kind, "--no-fsync", "--workers", "1") for kind in KINDS},
+    "unread": ("convert", "--to", "distributed_fused_adam", "--no-fsync", "--workers", "1", "--no-receipt"),
+    "exact": ("convert", "--to", "distributed_fused_adam", "--no-fsync", "--workers", "1", "--exact-remainders"),
+    "fingerprint": ("fingerprint", "--workers", "1"),
     "inspect": ("inspect", "--deep"),
     "preflight": ("inspect", "--for", "distributed_fused_adam"),
 }

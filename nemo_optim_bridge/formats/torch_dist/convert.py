@@ -174,7 +174,7 @@ class Conversion:
                 "framework": proof.source.framework, "layout": self.target.kind, "container": self.container,
                 "topology": {"expert_groups": expert_groups},
             },
-            vocab_size=None, replicas=None, remarks=[*proof.source.remarks, *self.remarks],
+            vocab_size=None, replicas=0, remarks=[*proof.source.remarks, *self.remarks],
         )  # fmt: skip
         receipt["source"]["container"] = self.saved.container
         return receipt

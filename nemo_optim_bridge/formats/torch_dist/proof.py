@@ -14,7 +14,7 @@ from nemo_optim_bridge.core.store import FileStore
 from nemo_optim_bridge.core.survey import Survey, survey
 from nemo_optim_bridge.core.team import Progress, Team
 from nemo_optim_bridge.core.whole import whole_bytes
-from nemo_optim_bridge.errors import OutputError
+from nemo_optim_bridge.errors import OutputError, ParamGroupError
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
 from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
 
@@ -29,8 +29,14 @@ class Proof:
 
     @classmethod
     def of(cls, root: Path, rule: Rule, team: Team, progress: Callable[[str, int], Progress]) -> Proof:
-        """Read all data of a checkpoint; raises CheckpointError kinds."""
-        source, _ = open_torch_dist(root, rule)
+        """Read all data of a checkpoint; raises CheckpointError kinds, and ParamGroupError for groups without members."""
+        try:
+            source, _ = open_torch_dist(root, rule)
+        except ParamGroupError as error:
+            raise ParamGroupError(
+                error.problem, path=root, key=error.key,
+                hint="so no receipt can say which parameter has which hyperparameters: --no-receipt converts without one",
+            ) from error  # fmt: skip
         surveyed = survey(source, team, progress=progress("hashing", whole_bytes(source.manifest)))
         FileStore.of(source.manifest).check_unchanged()
         return cls(source, rule, surveyed)
