@@ -29,13 +29,13 @@ class Proof:
 
     @classmethod
     def of(cls, root: Path, rule: Rule, team: Team, progress: Callable[[str, int], Progress]) -> Proof:
-        """Read all data of a checkpoint; raises CheckpointError kinds, and ParamGroupError for groups without members."""
+        """Read all data of a checkpoint; raises CheckpointError kinds, ParamGroupError for groups without members."""
         try:
             source, _ = open_torch_dist(root, rule)
         except ParamGroupError as error:
             raise ParamGroupError(
                 error.problem, path=root, key=error.key,
-                hint="so no receipt can say which parameter has which hyperparameters: --no-receipt converts without one",
+                hint="no receipt can say which parameter has which hyperparameters: --no-receipt converts without one",
             ) from error  # fmt: skip
         surveyed = survey(source, team, progress=progress("hashing", whole_bytes(source.manifest)))
         FileStore.of(source.manifest).check_unchanged()
