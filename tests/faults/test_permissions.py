@@ -183,6 +183,17 @@ def test_a_receipt_that_may_not_be_read(source: str, rig: Rig, out: Path) -> Non
             assert "unexpected" not in ended.printed
 
 
+def test_the_preflight_sees_what_may_not_be_read(rig: Rig) -> None:
+    root = rig.folder / "megatron"
+    for name, bits in (("__1_0.distcp", UNREADABLE), ("common.pt", UNREADABLE), (".metadata", UNREADABLE)):
+        with mode(root / name, bits):
+            ended = rig("inspect", root, "--for", "distributed_fused_adam")
+            assert ended.code in (1, 2), ended.printed
+            assert "Permission denied" in ended.printed
+            assert name in ended.printed
+            assert "unexpected" not in ended.printed
+
+
 def test_a_read_only_source_is_read(rig: Rig, out: Path) -> None:
     with mode(rig.folder / "nanotron", READ_ONLY), mode(rig.folder / "nanotron" / "optimizer", READ_ONLY):
         assert rig("reshard", rig.folder / "nanotron", out, "--tp", "1").code == 0
