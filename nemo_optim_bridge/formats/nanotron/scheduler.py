@@ -68,19 +68,21 @@ class Scheduler:
         Nanotron of spring 2024 saves only the entries of the first pipeline stage; the others' are inferred from them.
         """
         only = next(iter(self.files), None)
+        found: dict[object, tuple[str, Path | None, list[str]]] = {}  # parameters of one entry or value are told once
         for fqn, values in hyperparameters.items():
             entry = self.entries.get(fqn, self.common)
             is_inferred = bool(self.entries) and fqn not in self.entries
             for name, own in _RATES.items():
                 if entry is None or name not in entry or (own not in values and not is_inferred):
                     continue
-                said, known = entry[name], values.get(own)
+                said, known, path = entry[name], values.get(own), self.places.get(fqn, only)
                 if exact(said) != exact(known):
                     whose = "has no entry for this parameter; the others'" if is_inferred else "the entry's"
-                    yield ContradictionError(
-                        f"{whose} {name} is {said}, but its param group's {own} is {known}",
-                        path=self.places.get(fqn, only), key=fqn,
-                    )  # fmt: skip
+                    problem = f"{whose} {name} is {said}, but its param group's {own} is {known}"
+                    found.setdefault((problem, path), (problem, path, []))[2].append(fqn)
+        for problem, path, fqns in found.values():
+            more = f" (so are {len(fqns) - 1} more parameters')" if len(fqns) > 1 else ""
+            yield ContradictionError(problem + more, path=path, key=fqns[0])
 
     def _entry(self, fqn: str) -> Entry:
         entry = self.entries.get(fqn, self.common)
