@@ -1,4 +1,4 @@
-"""Measure a conversion: it must not grow with the data, and how it grows with the number of keys.
+"""Measure a conversion without a receipt: it must not grow with the data, and how it grows with the number of keys.
 
     python benchmarks/convert.py FOLDER --keys 100000 --bytes 1000000000000
 
@@ -67,7 +67,7 @@ def measure(source: Path, out: Path, to: str) -> dict[str, float]:
     from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
 
     start, cpu = time.perf_counter(), time.process_time()
-    planned = plan_convert(source, out, Options(to=to))
+    planned = plan_convert(source, out, Options(to=to, receipt=False))
     between = time.perf_counter()
     planned.run()
     stop = time.perf_counter()

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from nemo_optim_bridge.core.region import Region
 
 
@@ -35,8 +37,10 @@ class BridgeError(Exception):
         key: the tensor (``fqn|state``) or field concerned.
         region: the box of the global tensor, in elements.
         rank: the rank that owns or wants the box.
-        hint: what the user can do about it.
+        hint: what the user can do about it; an error about a file has its kind's ``usual_hint`` otherwise.
     """
+
+    usual_hint: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class BridgeError(Exception):
         self.key = key
         self.region = region
         self.rank = rank
-        self.hint = hint
+        self.hint = hint = hint or (None if path is None else self.usual_hint)
         where = [
             f"{name} {value}"
             for name, value in (("file", self.path), ("tensor", key), ("box", region), ("rank", rank))
@@ -65,6 +69,14 @@ class BridgeError(Exception):
         if hint:
             message += f". {hint[0].upper()}{hint[1:]}"
         super().__init__(message)
+
+    def at(self, path: str | os.PathLike[str]) -> Self:
+        """Return the same error about a file or directory, unless it names one."""
+        if self.path is not None:
+            return self
+        return type(self)(
+            self.problem, path=path, key=self.key, region=self.region, rank=self.rank, hint=self.hint
+        )  # fmt: skip
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the fields when an error travels from a worker process or another rank."""
@@ -85,9 +97,13 @@ class CheckpointError(BridgeError):
 class UnknownFormatError(CheckpointError):
     """No reader knows this directory, dialect or version."""
 
+    usual_hint = "such a checkpoint is not supported: please report it"
+
 
 class CorruptFileError(CheckpointError):
     """A file is truncated, damaged or malformed."""
+
+    usual_hint = "copy the file again from the original run"
 
 
 class UnsafePickleError(CorruptFileError):
@@ -97,9 +113,13 @@ class UnsafePickleError(CorruptFileError):
 class MissingSourceError(CheckpointError):
     """A file, tensor or box that must exist does not."""
 
+    usual_hint = "copy it from the original run: nothing can stand in for it"
+
 
 class ContradictionError(CheckpointError):
     """Two parts of a checkpoint disagree."""
+
+    usual_hint = "copy the checkpoint again from the run that saved it: these files are not of one save, or were edited"
 
 
 class ReplicaMismatchError(ContradictionError):
@@ -112,6 +132,8 @@ class ColdOptimizerError(CheckpointError):
 
 class SourceChangedError(CheckpointError):
     """A source file changed while it was read."""
+
+    usual_hint = "wait until nothing writes there, then run again"
 
 
 class TargetError(BridgeError):
@@ -128,6 +150,14 @@ class OutputError(BridgeError):
 
 class MissingDependencyError(BridgeError):
     """An optional package is not installed."""
+
+
+def unreadable(path: str | os.PathLike[str], error: OSError) -> CorruptFileError:
+    """Return the error for a file or directory that the system refuses to read."""
+    return CorruptFileError(
+        f"cannot be read: {error.strerror}", path=path,
+        hint="see that this user may read it and that the disk is sound, then run again",
+    )  # fmt: skip
 
 
 def raise_all(problems: Iterable[BridgeError]) -> None:

@@ -141,7 +141,7 @@ def _check_receipt(
 
     team = find_team(workers)
     receipt = read_receipt(receipt_path)
-    opened = open_checkpoint(path, vocab_size or receipt["vocab_size"], team)
+    opened = open_checkpoint(path, vocab_size or receipt["vocab_size"], team, receipt["no_decay"])
     surveyed = _survey(opened, team, scan=True)
     lines = list(check_receipt(receipt, opened, surveyed))
     return lines, {"num_tensors": len(opened.manifest.tensors)}, team.is_leader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from nemo_optim_bridge.cli.guard import errors_reported
 from nemo_optim_bridge.cli.options import DryRun, Fsync, Json, NumWorkers, Out, Overwrite, VocabSize
-from nemo_optim_bridge.cli.output import print_result, progress
+from nemo_optim_bridge.cli.output import carried, print_result, progress
 
 
 def convert(
@@ -44,7 +43,11 @@ def convert(
     ] = None,
     link: Annotated[str, typer.Option(metavar="auto|reflink|hard|copy", help="How OUT gets the data files.")] = "auto",
     receipt: Annotated[
-        bool, typer.Option("--receipt", help="Read all data, and write a receipt with digests.")
+        bool, typer.Option(help="Read all data and write a receipt; without it, take seconds at any size.")
+    ] = True,
+    crc_check: Annotated[bool, typer.Option(help="Check the CRC-32 of every record that is read.")] = True,
+    allow_cold: Annotated[
+        bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
     ] = False,
     vocab_size: VocabSize = None,
     workers: NumWorkers = None,
@@ -69,14 +72,17 @@ def convert(
         options = Options(
             to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),
             exact_remainders=exact_remainders, chained_prefix=chained_prefix, torch_adam=torch_adam,
-            scheduler_state=scheduler_state, link=link, receipt=receipt, overwrite=overwrite, fsync=fsync,
+            scheduler_state=scheduler_state, link=link, receipt=receipt, check_crcs=crc_check,
+            allow_cold=allow_cold, overwrite=overwrite, fsync=fsync,
         )  # fmt: skip
         planned = plan_convert(checkpoint, out, options)
+        found: dict[str, Any] = {}
         if not dry_run:
-            team = Workers(workers or (min(4, os.cpu_count() or 1) if exact_remainders or receipt else 1))
+            team = Workers(workers)
             with progress(team) as report:
-                planned.run(team, report)
-        summary = {**planned.summary(), "written": not dry_run}
+                found = planned.run(team, report)
+        summary = {**planned.summary(), **found, "written": not dry_run}
+        summary["remarks"] += carried(found)
     print_result(summary, as_json)
 
 
@@ -105,4 +111,5 @@ def _export_dcp(
             report = planned.run(team, meter)
         summary.update(report.digests)
         summary["findings"] = [finding.to_json() for finding in report.findings]
+        summary["remarks"] += carried(summary)
     return summary, team.is_leader

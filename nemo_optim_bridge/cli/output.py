@@ -27,6 +27,14 @@ def print_result(found: Mapping[str, Any], as_json: bool) -> None:
         _print_table(found)
 
 
+def carried(found: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with values that were carried as they are."""
+    return [
+        f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}"
+        for finding in found.get("findings", ())
+    ]
+
+
 def print_notes(remarks: Sequence[str]) -> None:
     """Print remarks, one a line."""
     for remark in remarks:

@@ -9,7 +9,7 @@ import typer
 
 from nemo_optim_bridge.cli.guard import EXIT_DIFFERENT, EXIT_OK, errors_reported
 from nemo_optim_bridge.cli.options import Checkpoint, DryRun, Fsync, Json, NumWorkers, Out, Overwrite, VocabSize
-from nemo_optim_bridge.cli.output import print_result, progress
+from nemo_optim_bridge.cli.output import carried, print_result, progress
 from nemo_optim_bridge.errors import TargetError
 
 
@@ -71,8 +71,7 @@ def reshard(
         if not dry_run:
             with progress(team) as report:
                 summary.update(planned.run(report))
-            for finding in summary["findings"]:
-                summary["remarks"].append(f"carried as it is: {finding['key'] or 'optimizer'}: {finding['message']}")
+            summary["remarks"] += carried(summary)
         summary["written"] = not dry_run
     if team.is_leader:
         print_result(summary, as_json)

@@ -21,7 +21,8 @@ class Checkpoint:
 
     ``scalars`` holds, per parameter, its steps and the hyperparameters of its group, under the optimizer's own names;
     ``weight_decay`` among them is the effective one. ``shared`` holds numbers of the whole run, such as the lr
-    scheduler's. ``remarks`` say what was inferred, defaulted, cut, dropped or rebuilt; ``problems`` what is wrong.
+    scheduler's. ``no_decay`` are the parameters that a rule took to have no weight decay, None where the checkpoint
+    itself says. ``remarks`` say what was inferred, defaulted, cut, dropped or rebuilt; ``problems`` what is wrong.
     """
 
     path: Path
@@ -31,5 +32,6 @@ class Checkpoint:
     manifest: Manifest
     scalars: Mapping[str, Mapping[str, Any]]
     shared: Mapping[str, Any] = field(default_factory=dict)
+    no_decay: tuple[str, ...] | None = None
     remarks: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()

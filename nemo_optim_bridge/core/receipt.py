@@ -6,6 +6,7 @@ The schema is documented in docs/receipt.md; ``SCHEMA`` changes whenever a field
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
-from nemo_optim_bridge.core.fingerprint import canonical
+from nemo_optim_bridge.core.fingerprint import HYPERPARAMETERS, canonical
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.core.survey import Survey
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, unreadable
 from nemo_optim_bridge.version import __version__
 
 SCHEMA = 1
 FILE_NAME = "nemo_optim_bridge.receipt.json"
 #: Sums are added up in float32 within a block, in float64 across blocks; another numpy may order them differently.
 SUM_TOLERANCE = 1e-5
+_COPY = "copy the receipt again, or write a new one with a new run"
 _SUMMED = {"exp_avg", "exp_avg_sq"}
 
 
@@ -66,6 +68,7 @@ def make_receipt(
         "weights_digest": prints["weights_digest"],
         "sum_relative_tolerance": SUM_TOLERANCE,
         "vocab_size": vocab_size,
+        "no_decay": None if source.no_decay is None else list(source.no_decay),
         "tensors": tensors,
         "scalars": {fqn: _plain(values) for fqn, values in source.scalars.items()},
         "replicas_compared": replicas,
@@ -104,6 +107,13 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not key.startswith("lr_scheduler.")}
 
 
+def _integer(text: str) -> int:
+    value = int(text)
+    if abs(value) >> 63:
+        raise ValueError(f"{text[:40]} is no size, count or step")
+    return value
+
+
 def encode(receipt: Mapping[str, Any]) -> bytes:
     """Return a receipt as it is written to a file."""
     return json.dumps(receipt, indent=1).encode() + b"\n"
@@ -111,13 +121,17 @@ def encode(receipt: Mapping[str, Any]) -> bytes:
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """Read a receipt; raises MissingSourceError or CorruptFileError."""
-    if not path.exists():
-        raise MissingSourceError("there is no such receipt", path=path)
-    identify(path)
     try:
-        receipt = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptFileError(f"cannot be read as a receipt: {error}", path=path) from error
+        identify(path)
+        receipt = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
+    except MissingSourceError as error:
+        raise MissingSourceError(
+            "there is no such receipt", path=path, hint=f"give the path of a {FILE_NAME}"
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"cannot be read as a receipt: {error}", path=path, hint=_COPY) from error
     if not isinstance(receipt, dict) or receipt.get("schema") != SCHEMA:
         schema = receipt.get("schema") if isinstance(receipt, dict) else None
         raise CorruptFileError(
@@ -128,12 +142,18 @@ def read_receipt(path: Path) -> dict[str, Any]:
         "scalars": dict,
         "tensors_digest": str,
         "vocab_size": (int, type(None)),
+        "no_decay": (list, type(None)),
     }
     for name, kind in fields.items():
         if not isinstance(receipt.get(name), kind):
-            raise CorruptFileError(f"field {name} of the receipt is missing or malformed", path=path)
+            raise CorruptFileError(f"field {name} of the receipt is missing or malformed", path=path, hint=_COPY)
+    if not all(isinstance(fqn, str) for fqn in receipt["no_decay"] or ()):
+        raise CorruptFileError("no_decay of the receipt is malformed", path=path, hint=_COPY)
     if not all(isinstance(entry, dict) for table in ("tensors", "scalars") for entry in receipt[table].values()):
-        raise CorruptFileError("a tensor or scalar entry of the receipt is malformed", path=path)
+        raise CorruptFileError("a tensor or scalar entry of the receipt is malformed", path=path, hint=_COPY)
+    steps = [entry.get("step") for entry in receipt["scalars"].values()]
+    if not all(step is None or (isinstance(step, int | float) and math.isfinite(step)) for step in steps):
+        raise CorruptFileError("a step of the receipt is no number", path=path, hint=_COPY)
     return receipt
 
 
@@ -153,6 +173,9 @@ def check_receipt(receipt: Mapping[str, Any], checkpoint: Checkpoint, surveyed: 
         if isinstance(said, int | float) and abs(said - scan.sum_abs) > SUM_TOLERANCE * max(abs(said), scan.sum_abs):
             yield f"{spec_key}: the sum of magnitudes is {scan.sum_abs!r}, the receipt says {said!r}"
     for fqn in sorted({*checkpoint.scalars, *receipt["scalars"]}):
-        ours, said = (canonical(table.get(fqn, {})) for table in (checkpoint.scalars, receipt["scalars"]))
-        if ours != said:
-            yield f"{fqn}: step and hyperparameters are {ours}, the receipt says {said}"
+        ours, said = (table.get(fqn, {}) for table in (checkpoint.scalars, receipt["scalars"]))
+        if canonical(ours) != canonical(said):
+            yield f"{fqn}: step and hyperparameters are {canonical(ours)}, the receipt says {canonical(said)}"
+        for name in sorted({*ours, *said} - {"step", *HYPERPARAMETERS}):  # an option that only one dialect writes
+            if name in ours and name in said and json.dumps(ours[name]) != json.dumps(said[name]):
+                yield f"{fqn}: {name} is {ours[name]!r}, the receipt says {said[name]!r}"

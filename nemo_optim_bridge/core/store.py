@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Protocol
 
 from nemo_optim_bridge.core.manifest import BufferTable, Identity, Manifest
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError, unreadable
 
 _MAX_OPEN_FILES = 128
 
@@ -60,7 +60,7 @@ class FileStore:
             try:
                 count = os.preadv(descriptor, [out], position)
             except OSError as error:
-                raise CorruptFileError(f"cannot be read: {error.strerror}", path=self._files[number]) from error
+                raise unreadable(self._files[number], error) from error
             if not count:
                 raise CorruptFileError(
                     f"ends at byte {position}, {stop - position} bytes too early", path=self._files[number],
@@ -111,7 +111,11 @@ class FileStore:
         try:
             descriptor = self._open_file(file)
         except OSError as error:
-            raise MissingSourceError(f"cannot be opened: {error.strerror}", path=file) from error
+            raise MissingSourceError(
+                f"cannot be opened: {error.strerror}",
+                path=file,
+                hint="see that it is there and that this user may read it",
+            ) from error
         self._open[number] = descriptor
         identity = _identity(os.fstat(descriptor))
         if self._seen.setdefault(file, identity) != identity:
@@ -143,7 +147,7 @@ def identify(path: Path) -> Identity:
     except FileNotFoundError:
         raise MissingSourceError("file is missing", path=path) from None
     except OSError as error:
-        raise CorruptFileError(f"cannot be read: {error.strerror}", path=path) from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError("is not a regular file", path=path)
     return _identity(status)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_optim_bridge.errors import UnknownFormatError
-from nemo_optim_bridge.formats.torch_dist import is_megatron
+from nemo_optim_bridge.errors import BridgeError, UnknownFormatError
+from nemo_optim_bridge.formats.torch_dist import is_megatron, read_torch_dist
 
 if TYPE_CHECKING:
     from nemo_optim_bridge.core.checkpoint import Checkpoint
@@ -15,15 +16,21 @@ if TYPE_CHECKING:
     from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 
 
-def open_checkpoint(path: Path, vocab_size: int | None = None, team: Team | None = None) -> Checkpoint:
-    """Read a checkpoint's headers, which the ranks of a team share; None is this process alone.
+def open_checkpoint(
+    path: Path, vocab_size: int | None = None, team: Team | None = None, no_decay: Iterable[str] | None = None
+) -> Checkpoint:
+    """Read a checkpoint's headers; raises UnknownFormatError when no reader knows the directory.
 
-    Raises UnknownFormatError when no reader knows the directory.
+    Args:
+        vocab_size: the true vocabulary, for checkpoints that store a padded one; the stored size when None.
+        team: the processes that share the files; all ranks call this. None is this process alone.
+        no_decay: the parameters without weight decay, for checkpoints that do not say; their default rule when None.
     """
     if is_megatron(path):
+        from nemo_optim_bridge.formats.torch_dist.membership import Rule
         from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
 
-        return open_torch_dist(path)[0]
+        return open_torch_dist(path, None if no_decay is None else Rule.listed(no_decay, "as in the receipt"))[0]
     from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
 
     return as_checkpoint(_read_nanotron(path, vocab_size, team))
@@ -105,7 +112,18 @@ def _read_nanotron(path: Path, vocab_size: int | None = None, team: Team | None 
     root = resolve(path)
     if is_nanotron(root):
         return read_checkpoint(root, vocab_size, team)
-    raise UnknownFormatError(
+    raise _unknown(root)
+
+
+def _unknown(root: Path) -> BridgeError:
+    """Return the error for a directory that no reader knows; a metadata.json that cannot be read says more."""
+    try:
+        read_torch_dist(root)
+    except UnknownFormatError:
+        pass
+    except BridgeError as error:
+        return error
+    return UnknownFormatError(
         "is not a checkpoint of a known format",
         path=root,
         hint="give the directory of one nanotron step, which holds model_config.json and model/, or of a Megatron "

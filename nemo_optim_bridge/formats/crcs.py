@@ -9,9 +9,18 @@ from isal.isal_zlib import crc32
 
 from nemo_optim_bridge.core.team import Progress, Team, ignore
 from nemo_optim_bridge.errors import CorruptFileError
-from nemo_optim_bridge.formats.torch_zip import check_crcs, read_torch_file
+from nemo_optim_bridge.formats.torch_zip import TorchFile, check_crcs, read_torch_file
 
 _BUFFER_BYTES = 1 << 20
+
+
+def require_valid(file: TorchFile, buffer: bytearray) -> None:
+    """Raise CorruptFileError when a record of an archive is not what was written; archives without CRCs pass."""
+    for record in check_crcs(file, buffer, crc32=crc32):
+        raise CorruptFileError(
+            "bytes do not match their CRC-32", path=file.path, key=record.name,
+            hint="copy the file again from the original run",
+        )  # fmt: skip
 
 
 def require_valid_crcs(files: Sequence[Path], team: Team, progress: Progress = ignore) -> None:
@@ -25,11 +34,7 @@ def require_valid_crcs(files: Sequence[Path], team: Team, progress: Progress = i
         buffer = bytearray(_BUFFER_BYTES)
 
         def check(path: Path) -> None:
-            for record in check_crcs(read_torch_file(path), buffer, crc32=crc32):
-                raise CorruptFileError(
-                    "bytes do not match their CRC-32", path=path, key=record.name,
-                    hint="copy the file again from the original run; without the check it is read as it is",
-                )  # fmt: skip
+            require_valid(read_torch_file(path), buffer)
             report(path.stat().st_size)
 
         return check

@@ -12,7 +12,7 @@ import yaml
 
 from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
-from nemo_optim_bridge.errors import ContradictionError, CorruptFileError, MissingSourceError
+from nemo_optim_bridge.errors import ContradictionError, CorruptFileError, MissingSourceError, unreadable
 
 MAX_DOCUMENT_BYTES = 64 << 20
 _DEEPEST = 64
@@ -115,7 +115,9 @@ def _read(path: Path, parse: Any, language: str) -> Document:
     try:
         with path.open("rb") as file:
             data = parse(file.read(MAX_DOCUMENT_BYTES).decode("utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CorruptFileError(f"cannot be read as {language}: {reason}", path=path) from error
     if not _is_shallow(data):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, unreadable
 
 #: A header with one tensor takes a few hundred bytes.
 MAX_HEADER_BYTES: Final = 1 << 20
@@ -55,7 +55,9 @@ def read_single_tensor(path: Path, key: str) -> StoredArray:
         dtype, shape, metadata = _fields(header, key)
     except FileNotFoundError:
         raise MissingSourceError("weight shard is missing", path=path) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise CorruptFileError(
             f"not a valid safetensors file: {error}", path=path, hint="copy the file again from the original run"
         ) from error

@@ -14,7 +14,11 @@ DATA = Path(__file__).parent.parent / "data" / "nemo"
 @pytest.fixture(scope="session")
 def megatron_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of real Megatron checkpoints, ``NAME/ckpt``; tests that damage one copy it first."""
-    folder = tmp_path_factory.mktemp("megatron-fixtures")
+    return unpack_megatron(tmp_path_factory.mktemp("megatron-fixtures"))
+
+
+def unpack_megatron(folder: Path) -> Path:
+    """Unpack all real Megatron checkpoints into a folder, as ``NAME/ckpt``; return it."""
     with tarfile.open(DATA / "megatron.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     for path in DATA.iterdir():

@@ -9,7 +9,6 @@ import pytest
 
 from nemo_optim_bridge.cli import run
 from nemo_optim_bridge.core.manifest import TensorKey
-from nemo_optim_bridge.core.receipt import FILE_NAME
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.torch_dist import read_torch_dist
 from nemo_optim_bridge.formats.torch_dist.convert import Options, convert
@@ -108,9 +107,11 @@ def test_groups_that_only_megatron_knows(megatron_fixtures: Path, tmp_path: Path
         groups.append({**groups[0], "is_decoupled_lr": True, "lr": 0.5, "max_lr": 0.5, "default_config": False})
 
     source = edited(megatron_fixtures / "mcore_float16_moe_ep1" / "ckpt", tmp_path / "in", decouple)
-    convert(source, tmp_path / "same", Options(to=DISTOPT))
+    with pytest.raises(ParamGroupError, match="--no-receipt converts without one"):
+        convert(source, tmp_path / "same", Options(to=DISTOPT))
+    convert(source, tmp_path / "same", Options(to=DISTOPT, receipt=False))
     assert saved_of(tmp_path / "same").groups == saved_of(source).groups
-    convert(source, tmp_path / "split", Options(to=DISTOPT, target_ep=2))
+    convert(source, tmp_path / "split", Options(to=DISTOPT, target_ep=2, receipt=False))
     shown = [(g["is_expert_parallel"], g["is_decoupled_lr"], g["lr"]) for g in saved_of(tmp_path / "split").groups]
     assert (False, True, 0.5) in shown
     with pytest.raises(ParamGroupError, match="is_decoupled_lr"):
@@ -301,13 +302,3 @@ def test_command_line(megatron_fixtures: Path, tmp_path: Path, capsys: pytest.Ca
     shown = json.loads(capsys.readouterr().out)
     assert (shown["optimizer"], shown["key_style"], shown["num_parameters"]) == (DISTRIBUTED, "both", 13)
     assert run(["convert", source, str(tmp_path / "x"), "--to", "sgd"]) == 2
-
-
-def test_a_receipt_is_written_on_request_and_never_carried_on(megatron_fixtures: Path, tmp_path: Path) -> None:
-    source = megatron_fixtures / "fused_moe_ep1" / "ckpt"
-    convert(source, tmp_path / "one", Options(to=DISTRIBUTED, receipt=True))
-    receipt = tmp_path / "one" / FILE_NAME
-    convert(tmp_path / "one", tmp_path / "two", Options(to=FUSED))
-    assert not (tmp_path / "two" / FILE_NAME).exists()
-    for folder in (source, tmp_path / "one", tmp_path / "two"):
-        assert run(["verify", str(folder), "--receipt", str(receipt)]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nemo_optim_bridge.core.manifest import TensorKey
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -24,6 +26,7 @@ from nemo_optim_bridge.errors import (
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile
 from nemo_optim_bridge.formats.torch_dist.convert import Options, convert
 from nemo_optim_bridge.formats.torch_dist.document import load_document
+from nemo_optim_bridge.formats.torch_dist.manifest import read_manifest
 from nemo_optim_bridge.formats.torch_dist.metadata import renamed_metadata
 from nemo_optim_bridge.formats.torch_dist.saved import DISTRIBUTED, FUSED, MEGATRON
 
@@ -73,6 +76,42 @@ def truncate(root: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
 
 
+def flip(name: str, place: int) -> Callable[[Path], None]:
+    def apply(root: Path) -> None:
+        data = bytearray((root / name).read_bytes())
+        data[place] ^= 1
+        (root / name).write_bytes(data)
+
+    return apply
+
+
+def a_master(root: Path) -> None:
+    """Flip a bit of a tensor's data."""
+    manifest = read_manifest(root).manifest
+    number = manifest.index()[TensorKey("model.decoder.final_layernorm.weight", "fp32_param")]
+    buffer = manifest.buffers[next(shard.buffer for shard in manifest.restrict({manifest.tensors[number].key}).shards)]
+    flip(Path(buffer.file).name, buffer.offset)(root)
+
+
+def value_of(root: Path) -> None:
+    """Flip the lowest bit of a hyperparameter's number in common.pt's pickle."""
+    file = root / "common.pt"
+    place = file.read_bytes().index(b"weight_decay") + len(b"weight_decay") + 10
+    flip("common.pt", place)(root)
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def apply(root: Path) -> None:
+        (root / name).unlink()
+        os.mkfifo(root / name)
+
+    return apply
+
+
+def sparse(name: str) -> Callable[[Path], None]:
+    return lambda root: os.truncate(root / name, 1 << 40)
+
+
 def two_optimizers(tree: dict[Any, Any]) -> None:
     tree["optimizer_states"] *= 2
 
@@ -87,7 +126,14 @@ HARM: dict[str, tuple[Callable[[Path], Any], type[BridgeError], str]] = {
     "metadata truncated": (metadata(lambda data: data[: len(data) // 2]), CorruptFileError, "pickle"),
     "metadata empty": (metadata(lambda _: b""), CorruptFileError, "pickle"),
     "metadata is no metadata": (metadata(lambda _: pickle.dumps({}, 2)), CorruptFileError, "Metadata"),
-    "metadata missing": (lambda root: (root / ".metadata").unlink(), MissingSourceError, "cannot be read"),
+    "metadata missing": (lambda root: (root / ".metadata").unlink(), MissingSourceError, "is missing"),
+    "metadata huge": (sparse(".metadata"), CorruptFileError, "larger than 1024 MiB"),
+    "metadata.json huge": (sparse("metadata.json"), CorruptFileError, "too large"),
+    "metadata is a pipe": (pipe(".metadata"), CorruptFileError, "not a regular file"),
+    "metadata.json is a pipe": (pipe("metadata.json"), CorruptFileError, "not a regular file"),
+    "common is a pipe": (pipe("common.pt"), MissingSourceError, "common.pt"),
+    "a bit of data": (a_master, CorruptFileError, "do not match their CRC-32"),
+    "a bit of a hyperparameter": (value_of, CorruptFileError, "common.pt"),
     "distcp missing": (lambda root: (root / "__0_0.distcp").unlink(), MissingSourceError, "is missing"),
     "distcp truncated": (truncate, CorruptFileError, "has 1000 bytes, at least"),
     "common missing": (lambda root: (root / "common.pt").unlink(), MissingSourceError, r"no common\.pt"),
@@ -129,6 +175,18 @@ def test_harm(megatron_fixtures: Path, tmp_path: Path, capsys: pytest.CaptureFix
         convert(source, tmp_path / "out", Options(to=DISTRIBUTED))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert "executed" not in capsys.readouterr().out
+
+
+def test_damaged_data_are_carried_when_asked(megatron_fixtures: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    shutil.copytree(megatron_fixtures / "fused_moe_ep2" / "ckpt", source)
+    a_master(source)
+    convert(source, tmp_path / "out", Options(to=DISTRIBUTED, check_crcs=False))
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    value_of(source)
+    with pytest.raises(CorruptFileError, match=r"data\.pkl"):
+        convert(source, tmp_path / "no", Options(to=DISTRIBUTED, check_crcs=False, receipt=False))
 
 
 def test_buckets_are_refused_with_the_way_out(megatron_fixtures: Path, tmp_path: Path) -> None:

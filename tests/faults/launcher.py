@@ -6,6 +6,8 @@ costs no more than its work.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -23,6 +25,11 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 #: What is counted, in order; a fault is named by its number in this sequence.
 CALLS = ("write", "pwrite", "fsync", "rename")
+#: Seconds after which a run is killed, and the test that waits for it fails.
+LIMIT = 120
+#: What lets root read, write and own everything: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER.
+_ROOTS_OWN = 1 << 1 | 1 << 2 | 1 << 3
+_CAPABILITY_VERSION = 0x20080522
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,14 @@ class Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
 
     def start(self, *argv: str | Path, fault: Fault | None = None, **options: Any) -> tuple[int, Path]:
-        """Start a run; options: ``fsize`` (bytes), ``uid``, ``no_locks``, ``trace``. Return what ``wait`` wants."""
+        """Start a run; options: ``fsize`` (bytes), ``bound``, ``no_locks``, ``trace``. Return what ``wait`` wants."""
         self._count += 1
         log = self._folder / f"log-{self._count}"
         fields = {"argv": [str(word) for word in argv], "log": str(log), **options}
@@ -76,6 +87,8 @@ class Launcher:
         """Wait until a run ends or stops."""
         pid, log = run
         code = json.loads(self._ask({"wait": pid}))
+        if code == -signal.SIGALRM:
+            raise AssertionError(f"a run did not end within {LIMIT} seconds: {log.read_text()}")
         trace = log.with_suffix(".trace")
         calls = tuple(tuple(call) for call in json.loads(trace.read_text())) if trace.exists() else ()
         return Ended(code, log.read_text(), calls)
@@ -138,18 +151,30 @@ class _Injector:
         raise OSError(code, os.strerror(code))
 
 
+def bind_by_permissions() -> None:
+    """Let files' permission bits bind this process although it is root's, as they bind every other user's."""
+    if os.geteuid():
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then their upper halves
+    for call in ("capget", "capset"):
+        if getattr(libc, call)(header, sets):
+            raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
+        sets[0] &= ~_ROOTS_OWN
+
+
 def _child(fields: dict[str, Any]) -> int:
     from nemo_optim_bridge.__main__ import main
 
+    signal.alarm(LIMIT)
     log = os.open(fields["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     if "fsize" in fields:
         resource.setrlimit(resource.RLIMIT_FSIZE, (fields["fsize"], fields["fsize"]))
-    if "uid" in fields:
-        os.setgroups([])
-        os.setgid(fields["uid"])
-        os.setuid(fields["uid"])
+    if fields.get("bound"):
+        bind_by_permissions()
     if fields.get("no_locks"):
 
         def refuse(*_: Any) -> None:
@@ -170,15 +195,20 @@ def serve() -> None:
     """Answer requests from stdin until it ends."""
     import nemo_optim_bridge.cli
     import nemo_optim_bridge.formats.checkpoints
-    import nemo_optim_bridge.formats.nanotron.reshard  # noqa: F401 - imported once, before the forks
+    import nemo_optim_bridge.formats.nanotron.reshard
+    import nemo_optim_bridge.formats.torch_dist.convert  # noqa: F401 - imported once, before the forks
 
+    running: set[int] = set()
     for line in sys.stdin:
         fields = json.loads(line)
         if "wait" in fields:
             _, status = os.waitpid(fields["wait"], os.WUNTRACED)
             answer: Any = None if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
+            if answer is not None:
+                running.discard(fields["wait"])
         else:
             answer = os.fork()
+            running.add(answer)
             if not answer:
                 code = 99
                 try:
@@ -187,6 +217,9 @@ def serve() -> None:
                     os._exit(code)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+    for pid in running:  # a test that failed left it, perhaps stopped
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:

@@ -16,7 +16,7 @@ from tests.faults.launcher import Fault
 
 OPTIMIZER = "optimizer/optimizer_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt"
 NORM = "model/model/final_layer_norm/pp_block/model_weight.safetensors"
-NOBODY = 65534
+MOUNT_SECONDS = 60
 
 
 def append(path: Path) -> None:
@@ -100,14 +100,16 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     def make(options: str) -> Path:
         place = tmp_path / f"mount-{len(mounted)}"
         place.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, timeout=MOUNT_SECONDS
+        ).returncode:
             pytest.skip("mounting is not allowed here")
         mounted.append(place)
         return place
 
     yield make
     for place in mounted:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", place], check=True, timeout=MOUNT_SECONDS)
 
 
 def test_a_full_disk(bench: Bench, mount: Callable[[str], Path]) -> None:
@@ -128,33 +130,13 @@ def test_a_read_only_file_system(bench: Bench, mount: Callable[[str], Path]) -> 
 def test_a_read_only_source_and_another_file_system(bench: Bench, mount: Callable[[str], Path]) -> None:
     place = mount("size=16m")
     shutil.copytree(bench.source, place / "source")
-    subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", place], check=True, timeout=MOUNT_SECONDS)
     ended = bench.launcher.run("reshard", place / "source", bench.out, "--tp", "1", "--no-receipt")
     assert ended.code == 0, ended.printed
     other = mount("size=16m")
     ended = bench.launcher.run("reshard", bench.source, other / "out", "--tp", "1")
     assert ended.code == 0, ended.printed
     assert fingerprint(other / "out") == bench.good
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_what_may_not_be_read_or_written(bench: Bench) -> None:
-    bench.folder.chmod(0o755)
-    ended = bench.reshard(uid=NOBODY)
-    if ended.code == 99:
-        pytest.skip("this Python may not be read by other users")
-    assert ended.code == 2
-    assert "cannot be written: Permission denied" in ended.printed
-    bench.folder.chmod(0o777)
-    for name in (OPTIMIZER, NORM, "config.yaml", "lr_scheduler/lr_scheduler.pt", "optimizer", "model/model/decoder/0"):
-        mode = (bench.source / name).stat().st_mode
-        (bench.source / name).chmod(0)
-        ended = bench.reshard(uid=NOBODY)
-        assert ended.code == 2, ended.printed
-        assert "Permission denied" in ended.printed
-        assert name in ended.printed
-        assert bench.names() == ["source"]
-        (bench.source / name).chmod(mode)
 
 
 def test_links(bench: Bench) -> None:

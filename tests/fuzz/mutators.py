@@ -159,8 +159,9 @@ def duplicated(root: Path, rng: random.Random) -> str:
 
 @mutator
 def deleted(root: Path, rng: random.Random) -> str:
-    if rng.random() < 0.15:
-        folder = rng.choice(sorted(path for path in root.rglob("*") if path.is_dir()))
+    folders = sorted(path for path in root.rglob("*") if path.is_dir())
+    if folders and rng.random() < 0.15:
+        folder = rng.choice(folders)
         shutil.rmtree(folder)
         return f"{short(folder, root)}/ deleted"
     path = rng.choice(files(root))
@@ -577,7 +578,7 @@ class _Call:
 
 
 def _torch_files(root: Path) -> list[Path]:
-    return [*files(root / "optimizer", ".pt"), *files(root / "lr_scheduler", ".pt")]
+    return [*files(root / "optimizer", ".pt"), *files(root / "lr_scheduler", ".pt"), *root.glob("common.pt")]
 
 
 def _members(path: Path) -> list[tuple[str, bytes]]:
@@ -593,7 +594,7 @@ def _pack(path: Path, members: list[tuple[str, bytes]], compression: int = zipfi
     rewrite(path, buffer.getvalue())
 
 
-def _pickles(rng: random.Random) -> dict[str, bytes]:
+def pickles(rng: random.Random) -> dict[str, bytes]:
     touch = f"touch {CANARY}"
     laugh = b"\x80\x02]q\x00" + b"".join(
         b"(" + b"h" + bytes([i]) * 1 + (b"h" + bytes([i])) * 9 + b"lq" + bytes([i + 1]) for i in range(40)
@@ -634,20 +635,15 @@ def _pickles(rng: random.Random) -> dict[str, bytes]:
 @mutator
 def hostile_pickles(root: Path, rng: random.Random) -> str:
     path = rng.choice(_torch_files(root))
-    pickles = _pickles(rng)
-    kind = rng.choice(sorted(pickles))
-    members = [(name, pickles[kind] if name.endswith("/data.pkl") else data) for name, data in _members(path)]
+    hostile = pickles(rng)
+    kind = rng.choice(sorted(hostile))
+    members = [(name, hostile[kind] if name.endswith("/data.pkl") else data) for name, data in _members(path)]
     _pack(path, members)
     return f"{short(path, root)}: pickle {kind}"
 
 
-@mutator
-def pickles_edited(root: Path, rng: random.Random) -> str:
-    """Bytes of the pickle change and the CRC with them."""
-    path = rng.choice(_torch_files(root))
-    members = _members(path)
-    at = next(i for i, (name, _) in enumerate(members) if name.endswith("/data.pkl"))
-    data = bytearray(members[at][1])
+def edit_bytes(data: bytearray, rng: random.Random) -> None:
+    """Change a few bytes, and perhaps the length."""
     for _ in range(rng.choice([1, 1, 2, 5])):
         place = rng.randrange(len(data))
         action = rng.choice(["flip", "set", "insert", "delete", "copy"])
@@ -663,6 +659,16 @@ def pickles_edited(root: Path, rng: random.Random) -> str:
             source = rng.randrange(len(data))
             length = rng.randrange(1, 60)
             data[place : place + length] = data[source : source + length]
+
+
+@mutator
+def pickles_edited(root: Path, rng: random.Random) -> str:
+    """Bytes of the pickle change and the CRC with them."""
+    path = rng.choice(_torch_files(root))
+    members = _members(path)
+    at = next(i for i, (name, _) in enumerate(members) if name.endswith("/data.pkl"))
+    data = bytearray(members[at][1])
+    edit_bytes(data, rng)
     members[at] = members[at][0], bytes(data)
     _pack(path, members)
     return f"{short(path, root)}: bytes of the pickle"

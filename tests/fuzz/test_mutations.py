@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.mutations import BAD, run_all
+from tests.fuzz import megatron
+from tests.fuzz.harness import BAD
+from tests.fuzz.mutations import run_all
 from tests.fuzz.mutators import MUTATORS
 
 #: Cases of the long run that once went wrong, by number; its seed is 2026.
@@ -22,6 +24,16 @@ def test_every_outcome_is_right_or_a_typed_refusal(seed: int, nanotron_fixtures:
     assert [outcome for outcome in outcomes if outcome.verdict == BAD] == []
     assert {outcome.kind for outcome in outcomes} == set(MUTATORS)
     assert len(outcomes) == count
+
+
+def test_megatron_checkpoints(tmp_path: Path) -> None:
+    folder = megatron.unpack(tmp_path / "fixtures")
+    count = 5 * len(megatron.MUTATORS)
+    outcomes = list(
+        run_all(folder, tmp_path, count=count, seed=1, prepare=megatron.prepare, case=megatron.run_case)
+    )  # fmt: skip
+    assert [outcome for outcome in outcomes if outcome.verdict == BAD] == []
+    assert {outcome.kind for outcome in outcomes} == set(megatron.MUTATORS)
 
 
 def test_what_was_found_stays_found(nanotron_fixtures: Path, tmp_path: Path) -> None:

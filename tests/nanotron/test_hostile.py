@@ -860,20 +860,6 @@ def test_an_output_without_a_parent(real: Real, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
-def test_permission_denied(copy_of: Real, refuse: Refuse, tmp_path: Path) -> None:
-    root = copy_of(TP2)
-    for path in (OPTIMIZER, shard(QKV, 1), SCHEDULER, CONFIG, "config.yaml"):
-        (root / path).chmod(0)
-        assert path in refuse(root, "--tp 1")
-        (root / path).chmod(0o644)
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o555)
-    code, printed = run_cli("reshard", root, closed / "out")
-    assert code == 2
-    assert "cannot be written" in printed
-
-
 def test_a_source_that_changes_while_it_is_read(copy_of: Real, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     root = copy_of(TP2)
     write = SegmentWriter.write

@@ -313,3 +313,77 @@ def test_a_size_that_the_file_names_need(copy_of: Real, refuse: Refuse) -> None:
     )
     message = refuse(root, kind="ContradictionError")
     assert "has no expert_parallel_size, but the names of the optimizer files tell expert-parallel ranks" in message
+
+
+@pytest.mark.parametrize("name", [TP2, HEAD, MOE24])
+@pytest.mark.parametrize(("entries", "own"), [("base_lrs", "initial_lr"), ("_last_lr", "lr")])
+def test_schedulers_that_were_changed_alike_on_all_ranks(
+    name: str, entries: str, own: str, copy_of: Real, refuse: Refuse
+) -> None:
+    root = copy_of(name)
+    for path in (root / "lr_scheduler").iterdir():
+        edit_pt(path, lambda state: state[entries].__setitem__(-1, 0.25))
+    message = refuse(root, kind="ContradictionError")
+    assert f"{entries} is 0.25, but its param group's {own} is" in message
+    assert "lr_scheduler/lr_scheduler" in message
+    assert "model." in message
+
+
+def test_schedulers_of_other_parameters(copy_of: Real, refuse: Refuse, reshard: Reshard, tmp_path: Path) -> None:
+    """Entries that changed places alike on all ranks: every list is as long as it should be."""
+    root = copy_of(HEAD)
+    for path in (root / "optimizer").glob("*.pt"):
+        edit_pt(path, lambda content: content["param_groups"][0].update(lr=0.25))
+    for path in (root / "lr_scheduler").iterdir():
+        edit_pt(path, lambda state: state["_last_lr"].__setitem__(0, 0.25))
+    reshard(root, "--tp 1")
+    for path in (root / "lr_scheduler").iterdir():
+        edit_pt(path, lambda state: state["_last_lr"].reverse())
+    message = refuse(root, kind="ContradictionError")
+    assert "model.token_position_embeddings" in message and "lr is 0.25" in message
+    assert "model.final_layer_norm" in message and "_last_lr is 0.25" in message
+
+
+@pytest.mark.parametrize("name", ["nt04-llama_tied-z0-tp2-pp2-dp1-ep1", "head-llama_tied-z1-tp1-pp2-dp2-ep1"])
+def test_a_tied_copy_that_the_last_stage_lacks(name: str, copy_of: Real, refuse: Refuse) -> None:
+    root = copy_of(name)
+
+    def drop(content: dict[str, Any]) -> None:
+        last = max(content["names"])
+        assert "token_embedding" in content["names"][last]
+        content["gradient_accumulator"].pop(content["names"].pop(last), None)
+        content["state"].pop(last)
+        content["param_groups"][-1]["params"].remove(last)
+        content["param_groups"] = [group for group in content["param_groups"] if group["params"]]
+
+    for path in (root / "optimizer").glob("optimizer_pp-1*.pt"):
+        edit_pt(path, drop)
+    for path in (root / "lr_scheduler").glob("lr_scheduler_pp-1*.pt"):
+        edit_pt(path, lambda state: [state[key].pop() for key in ("base_lrs", "_last_lr", "lr_lambdas")])
+    message = refuse(root, "--pp 1", kind="MissingSourceError")
+    assert "the tied embedding's copy is missing" in message
+    assert "optimizer_pp-1-of-2" in message and "token_embedding" in message
+
+
+@pytest.mark.parametrize("multiple", [3, 1 << 50])
+def test_a_multiple_that_the_vocabulary_is_not_of(multiple: int, copy_of: Real, refuse: Refuse) -> None:
+    root = copy_of(TP2)
+    replace_text(
+        root / "config.yaml", "make_vocab_size_divisible_by: 1\n", f"make_vocab_size_divisible_by: {multiple}\n"
+    )
+    message = refuse(root, "--tp 1", kind="ContradictionError")
+    assert f"make_vocab_size_divisible_by is {multiple}, but the vocabulary is stored with 128 rows" in message
+    assert "config.yaml" in message
+
+
+def test_samples_that_do_not_add_up(copy_of: Real, refuse: Refuse) -> None:
+    root = copy_of(HEAD)
+    edit_json(root / "checkpoint_metadata.json", lambda content: content["metas"].update(consumed_train_samples=7))
+    assert "consumed_train_samples is 7, but its data stages add up to 6" in refuse(root, kind="ContradictionError")
+
+
+def test_steps_that_are_counted_differently_are_told(copy_of: Real, reshard: Reshard) -> None:
+    root = copy_of(TP2)
+    edit_json(root / "checkpoint_metadata.json", lambda content: content["metas"].update(last_train_step=10**9))
+    (told,) = (remark for remark in reshard(root, "--tp 1")["remarks"] if "counted differently" in remark)
+    assert "the optimizer's step is 3.0, the lr_scheduler's last_epoch is 3, last_train_step is 1000000000" in told

@@ -636,12 +636,12 @@ def test_steps_that_differ_fit_one_group(copy_of: Real, reshard: Reshard, tmp_pa
     assert steps == {fqn: step for fqn, (_, _, step) in own.items()}
 
 
-def test_rates_of_the_scheduler_that_differ_are_not_merged(copy_of: Real, refuse: Refuse) -> None:
+def test_entries_of_the_scheduler_that_differ_are_not_merged(copy_of: Real, refuse: Refuse) -> None:
     root = copy_of(HEAD)
     for path in (root / "lr_scheduler").iterdir():
-        edit_pt(path, lambda state: state["_last_lr"].__setitem__(3, 0.5))
+        edit_pt(path, lambda state: state["lr_lambdas"].__setitem__(3, {"warmup": 5}))
     message = refuse(root, "--dialect 0.4", kind="TargetError")
-    assert "learning rates of the parameters differ" in message
+    assert "entries differ" in message
 
 
 def test_verify_sees_each_number(individual: tuple[Path, dict[str, Any]], real: Real) -> None:

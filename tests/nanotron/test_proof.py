@@ -186,15 +186,19 @@ def test_a_receipt_names_the_tensor_that_changed(real: Real, reshard: Reshard, t
     answer = ask("verify", out, "--receipt", out / FILE_NAME, expect=1)
     (difference,) = answer["differences"]
     assert difference.startswith(f"{QKV}|exp_avg_sq: the digest is ")
-    edit_pt(out / OPTIMIZER, lambda content: content["param_groups"][0].update(lr=0.5))
+    edit_pt(out / OPTIMIZER, lambda content: content["param_groups"][0].update(eps=0.5, amsgrad=True))
     answer = ask("verify", out, "--receipt", out / FILE_NAME, expect=1)
-    assert len(answer["differences"]) == 1 + 26
+    assert len(answer["differences"]) == 1 + 2 * 26
+    assert sum("amsgrad is True, the receipt says False" in line for line in answer["differences"]) == 26
 
 
 def test_no_receipt_is_written_when_none_is_wanted(real: Real, reshard: Reshard, tmp_path: Path) -> None:
     summary = reshard(real(TP2), "--no-receipt")
     assert not (tmp_path / "out" / FILE_NAME).exists()
     assert "tensors_digest" not in summary
+
+
+EMPTY = '{"schema": 1, "scalars": {}, "no_decay": null, "tensors": {}, "tensors_digest": "", "vocab_size": null}'
 
 
 @pytest.mark.parametrize(
@@ -205,6 +209,11 @@ def test_no_receipt_is_written_when_none_is_wanted(real: Real, reshard: Reshard,
         ("[1]", "schema None, not 1"),
         ('{"schema": 2}', "schema 2, not 1"),
         ('{"schema": 1, "tensors": []}', "field tensors of the receipt is missing or malformed"),
+        (EMPTY.replace("{}", '{"a": {"step": "x"}}', 1), "a step of the receipt is no number"),
+        (EMPTY.replace("{}", '{"a": {"step": Infinity}}', 1), "a step of the receipt is no number"),
+        (EMPTY.replace("{}", '{"a": {"step": 1%s}}' % ("0" * 400), 1), "is no size, count or step"),
+        (EMPTY.replace("null", "[3]", 1), "no_decay of the receipt is malformed"),
+        (EMPTY.replace("null", "7", 1), "field no_decay of the receipt is missing or malformed"),
     ],
 )
 def test_a_bad_receipt_is_one_clear_error(content: str | None, words: str, real: Real, tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ class Assembler:
                     hint="copy its files from the original run",
                 )
             )  # fmt: skip
+        if tied and EMBEDDING in trained and stage_of["lm_head"] < stage_of.get("final_layer_norm", 0):
+            self.problems.append(
+                MissingSourceError(
+                    "the tied embedding's copy is missing from lm_head's stage: nanotron would not load the file",
+                    path=self.shards[Coordinates(0, self.topology.pp - 1, 0, 0)].path,
+                    key=EMBEDDING,
+                    hint="copy the stage's files again from the original run",
+                )
+            )
         raise_all(self.problems)
         self._add_weights(layouts, stage_of)
         states, hyperparameters = self._add_optimizer(layouts)
@@ -82,11 +91,12 @@ class Assembler:
         schedulers = scheduler.files if scheduler else {}
         leftovers = [*leftovers, *(scheduler.leftovers if scheduler else ())]
         if scheduler is not None:
-            raise_all(scheduler.problems(hyperparameters, self.root / "lr_scheduler"))
+            raise_all(scheduler.problems(hyperparameters))
         manifest = self.builder.build(groups, steps, self._identities(schedulers))
         rebuilt = tuple(sorted(self.weights.lost))
         names = [path.relative_to(self.root).as_posix() for path in leftovers]
         remarks = list(self._remarks(states, vocab_size, has_legacy_names, rebuilt, frozen, scheduler))
+        remarks += _differing_counts(steps, scheduler, self.documents)
         return NanotronCheckpoint(
             self.root, self.dialect, self.topology, self.zero_stage, self.documents, self.facts, layouts, stage_of,
             tied, self.has_masters, states, hyperparameters, scheduler, manifest,
@@ -214,6 +224,16 @@ class Assembler:
                 if vocab_size > stored
                 else f"a vocabulary of {vocab_size}",
                 path=self.documents.model.path,
+                hint=f"give a --vocab-size of 1 to {stored}",
+            )
+        multiple = self.documents.vocab_multiple
+        if stored % (multiple * self.topology.tp):
+            self.problems.append(
+                ContradictionError(
+                    f"make_vocab_size_divisible_by is {multiple}, but the vocabulary is stored with {stored} rows: "
+                    f"nanotron pads it to a multiple of {multiple} * tp {self.topology.tp}",
+                    path=self.documents.config.path,
+                )
             )
         layouts = {fqn: self.weights.layouts[fqn] for fqn in order}
         for fqn in (EMBEDDING, LM_HEAD):
@@ -348,6 +368,20 @@ class Assembler:
             yield f"{fqn}: has a weight but no optimizer state; it is carried as a frozen parameter"
         if scheduler is None:
             yield "lr_scheduler: the source has none, none is written"
+
+
+def _differing_counts(
+    steps: Mapping[str, float], scheduler: Scheduler | None, documents: Documents
+) -> Iterator[str]:  # fmt: skip
+    """Yield a remark when the files count the run's steps differently: a loader may be one off, a mix-up is more."""
+    counts = {
+        "the optimizer's step": max(steps.values(), default=None),
+        "the lr_scheduler's last_epoch": scheduler.template.get("last_epoch") if scheduler else None,
+        "last_train_step": documents.metadata.section("metas").get("last_train_step"),
+    }
+    if len({value for value in counts.values() if isinstance(value, int | float)}) > 1:
+        told = ", ".join(f"{name} is {shown(value)}" for name, value in counts.items() if value is not None)
+        yield f"the run's steps are counted differently: {told}; each is carried as it is"
 
 
 def facts_problems(facts: ModelFacts, layouts: Mapping[str, ParamLayout], path: Path) -> Iterator[BridgeError]:

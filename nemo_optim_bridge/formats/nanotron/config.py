@@ -142,6 +142,20 @@ class Documents:
             )
         return stage
 
+    def check_samples(self) -> None:
+        """Raise ContradictionError when the samples of the data stages do not add up: nanotron would not start."""
+        metas = self.metadata.section("metas")
+        stages = metas.get("data_stages")
+        if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+            return
+        parts = [stage.get("consumed_train_samples") for stage in stages]
+        total = metas.get("consumed_train_samples")
+        if all(isinstance(part, int) for part in (total, *parts)) and sum(parts) != total:
+            raise ContradictionError(
+                f"metas.consumed_train_samples is {total}, but its data stages add up to {sum(parts)}",
+                path=self.metadata.path,
+            )
+
     @property
     def vocab_multiple(self) -> int:
         """``make_vocab_size_divisible_by``: nanotron pads the vocabulary to a multiple of this times tp."""

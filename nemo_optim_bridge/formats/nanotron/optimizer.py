@@ -13,7 +13,7 @@ import numpy as np
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, IntArray
 from nemo_optim_bridge.core.store import identify
-from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all, unreadable
 from nemo_optim_bridge.formats.nanotron.names import is_fqn, parse_rank_name
 from nemo_optim_bridge.formats.topology import Coordinates
 from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, read_torch_file
@@ -93,7 +93,7 @@ def read_optimizer_shard(path: Path, at: Coordinates) -> OptimizerShard:
     try:
         opened = path.open("rb", buffering=0)
     except OSError as error:
-        raise CorruptFileError(f"cannot be read: {error.strerror}", path=path) from error
+        raise unreadable(path, error) from error
     with opened:
         return _Reader(path, at, opened.fileno()).shard(identity)
 

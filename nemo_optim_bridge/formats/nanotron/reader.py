@@ -11,10 +11,10 @@ from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
-    CorruptFileError,
     MissingSourceError,
     UnknownFormatError,
     raise_all,
+    unreadable,
 )
 from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.assemble import Assembler
@@ -49,7 +49,9 @@ def resolve(path: Path) -> Path:
         with latest.open(errors="replace") as file:
             step = file.read(40).strip()
         if not step.isascii() or not step.isdigit() or not (path / step).is_dir():
-            raise MissingSourceError(f"latest.txt names step {step!r}, which is not there", path=path)
+            raise MissingSourceError(
+                f"latest.txt names step {step!r}, which is not there", path=path, hint="give the directory of a step"
+            )
         return path / step
 
 
@@ -59,7 +61,7 @@ def _readable(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CorruptFileError(f"cannot be read: {error.strerror}", path=str(error.filename or root)[:400]) from error
+        raise unreadable(str(error.filename or root)[:400], error) from error
 
 
 def is_nanotron(path: Path) -> bool:
@@ -79,15 +81,20 @@ def read_checkpoint(
     Raises CheckpointError (one of its kinds), on all ranks, with every problem found.
     """
     root = resolve(Path(path))
+    with _readable(root):
+        return _read(root, vocab_size, team or Workers(1))
+
+
+def _read(root: Path, vocab_size: int | None, team: Team) -> NanotronCheckpoint:
     if not is_nanotron(root):
         raise UnknownFormatError(
             "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,
             hint="give the directory of one step, or its parent with latest.txt",
         )  # fmt: skip
     documents = Documents.read(root)
+    documents.check_samples()
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
     files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)
-    team = team or Workers(1)
     weights = read_weights(root, topology, facts, team)
     indexed = team.map(lambda _: _read_shard, list(files.items()), [_INDEX_BYTES] * len(files), ignore)
     shards = dict(zip(files, indexed, strict=True))

@@ -19,6 +19,8 @@ from nemo_optim_bridge.formats.topology import Topology
 from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
 
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+#: Lists of an lr scheduler, and what they are called in the param groups.
+_RATES = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 Entry = Mapping[str, Any]
 
 
@@ -27,13 +29,15 @@ class Scheduler:
     """``template`` holds every key in order, lists that follow the param groups being None.
 
     ``entries`` holds their values per parameter; ``common`` the value of all parameters where there is but one;
-    ``files`` what was read, as it was then; ``leftovers`` other files beside them.
+    ``files`` what was read, as it was then; ``places`` the first file with a parameter's entry; ``leftovers`` other
+    files beside them.
     """
 
     template: Mapping[str, Any]
     entries: Mapping[str, Entry]
     common: Entry | None
     files: Mapping[Path, Identity] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     leftovers: tuple[Path, ...] = ()
 
     def state_dict(self, dialect: Dialect, fqns: Sequence[str]) -> dict[str, Any]:
@@ -45,7 +49,7 @@ class Scheduler:
         if not dialect.group_per_parameter:
             if any(exact(row) != exact(rows[0]) for row in rows):
                 raise TargetError(
-                    f"dialect {dialect.name} has one param group, but the learning rates of the parameters differ",
+                    f"dialect {dialect.name} has one param group, but the lr_scheduler's entries differ",
                     hint="keep the source's dialect",
                 )
             rows = rows[:1]
@@ -58,22 +62,27 @@ class Scheduler:
             key: [value(key, row) for row in rows] if key in _PER_GROUP else kept for key, kept in self.template.items()
         }
 
-    def problems(self, hyperparameters: Mapping[str, Mapping[str, Any]], path: Path) -> Iterator[BridgeError]:
-        """Yield parameters without an entry whose rates are not those of the entries: they cannot be inferred.
+    def problems(self, hyperparameters: Mapping[str, Mapping[str, Any]]) -> Iterator[BridgeError]:
+        """Yield entries whose rates are not those of the parameter's group: the scheduler set both in one step.
 
-        Nanotron of spring 2024 saves only the entries of the first pipeline stage.
+        Nanotron of spring 2024 saves only the entries of the first pipeline stage; the others' are inferred from them.
         """
+        only = next(iter(self.files), None)
+        found: dict[object, tuple[str, Path | None, list[str]]] = {}  # parameters of one entry or value are told once
         for fqn, values in hyperparameters.items():
-            if not self.entries or fqn in self.entries:
-                continue
-            for name, own in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
-                if self.common is not None and name in self.common and self.common[name] != values.get(own):
-                    yield ContradictionError(
-                        f"has no entry for this parameter; the others' {name} is {self.common[name]}, but its group's "
-                        f"{own} is {values.get(own)}",
-                        path=path,
-                        key=fqn,
-                    )
+            entry = self.entries.get(fqn, self.common)
+            is_inferred = bool(self.entries) and fqn not in self.entries
+            for name, own in _RATES.items():
+                if entry is None or name not in entry or (own not in values and not is_inferred):
+                    continue
+                said, known, path = entry[name], values.get(own), self.places.get(fqn, only)
+                if exact(said) != exact(known):
+                    whose = "has no entry for this parameter; the others'" if is_inferred else "the entry's"
+                    problem = f"{whose} {name} is {said}, but its param group's {own} is {known}"
+                    found.setdefault((problem, path), (problem, path, []))[2].append(fqn)
+        for problem, path, fqns in found.values():
+            more = f" (so are {len(fqns) - 1} more parameters')" if len(fqns) > 1 else ""
+            yield ContradictionError(problem + more, path=path, key=fqns[0])
 
     def _entry(self, fqn: str) -> Entry:
         entry = self.entries.get(fqn, self.common)
@@ -114,6 +123,7 @@ def read_scheduler(
     entries: dict[str, Entry] = {}
     common: list[Entry] = []
     files: dict[Path, Identity] = {}
+    places: dict[str, Path] = {}
     problems: list[BridgeError] = []
     for (pp, _, _), name in scheduler_files(dialect, topology).items():
         path = root / "lr_scheduler" / name
@@ -141,11 +151,12 @@ def read_scheduler(
                 common.append(row)
         if dialect.group_per_parameter:
             for fqn, row in zip(stages[pp], rows, strict=True):
+                places.setdefault(fqn, path)
                 if exact(entries.setdefault(fqn, row)) != exact(row):
                     problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
     raise_all(problems)
     leftovers = tuple(path for path in list_folder(root / "lr_scheduler") if path not in files)
-    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files, leftovers)
+    return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files, places, leftovers)
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any], Identity]:

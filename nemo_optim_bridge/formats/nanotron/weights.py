@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_optim_bridge.core.manifest import Identity
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.core.team import Team, ignore
-from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all, unreadable
 from nemo_optim_bridge.formats.documents import shown
 from nemo_optim_bridge.formats.nanotron.config import ModelFacts
 from nemo_optim_bridge.formats.nanotron.layout import (
@@ -128,7 +128,7 @@ def list_folder(folder: Path, *, deep: bool = False) -> list[Path]:
         except FileNotFoundError:
             raise MissingSourceError("folder is missing", path=current, hint="copy it from the original run") from None
         except OSError as error:
-            raise CorruptFileError(f"folder cannot be listed: {error.strerror}", path=str(current)[:400]) from error
+            raise unreadable(str(current)[:400], error) from error
         if (status.st_dev, status.st_ino) in seen or len(current.parts) - len(folder.parts) > _DEEPEST:
             continue
         seen.add((status.st_dev, status.st_ino))

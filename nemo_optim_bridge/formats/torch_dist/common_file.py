@@ -10,6 +10,7 @@ from typing import Any, cast
 from nemo_optim_bridge.core.output import Literal
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, TargetError
 from nemo_optim_bridge.formats import torch_zip
+from nemo_optim_bridge.formats.crcs import require_valid
 from nemo_optim_bridge.formats.pickle_data import Opaque
 from nemo_optim_bridge.formats.torch_zip import NewTensor, StoredTensor, TorchFile
 
@@ -22,6 +23,7 @@ class CommonFile:
         if not self.path.is_file():
             raise MissingSourceError("no common.pt", path=root, hint="the checkpoint is incomplete")
         self._file: TorchFile = torch_zip.read_torch_file(self.path, opaque=True)
+        require_valid(self._file, bytearray(1 << 16))
         if not isinstance(self._file.root, dict):
             raise CorruptFileError("common.pt holds no dict", path=self.path)
         self.tree: dict[Any, Any] = self._file.root

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from nemo_optim_bridge.errors import ContradictionError, TargetError
-from nemo_optim_bridge.formats.torch_dist.keys import NEMO_MODEL
+from nemo_optim_bridge.formats.torch_dist.keys import MODEL_PREFIXES, NEMO_MODEL
 from nemo_optim_bridge.formats.torch_dist.retarget import TargetOptimizer, matched_schedulers
 from nemo_optim_bridge.formats.torch_dist.saved import DISTOPT, FULLY_RESHARDABLE, LIGHTNING, MEGATRON
 
-_MODEL_PREFIXES: Final = (NEMO_MODEL, "module.")
 #: Sharded entries that are not the model's, in Megatron-LM's container.
 _NOT_MODEL: Final = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 #: The oldest Lightning whose checkpoints have this shape.
@@ -19,7 +18,7 @@ _LIGHTNING_VERSION: Final = "2.4.0"
 
 def model_prefix(fqns: Sequence[str]) -> str:
     """Return what all parameters' names begin with: ``model.``, ``module.`` or nothing."""
-    return next((p for p in _MODEL_PREFIXES if fqns and all(fqn.startswith(p) for fqn in fqns)), "")
+    return next((p for p in MODEL_PREFIXES if fqns and all(fqn.startswith(p) for fqn in fqns)), "")
 
 
 def respell_model_key(key: str, source_prefix: str, target_prefix: str) -> str:

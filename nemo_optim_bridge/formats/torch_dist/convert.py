@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, identify
+from nemo_optim_bridge.core.health import require_warm
 from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
 from nemo_optim_bridge.core.receipt import encode, make_receipt
-from nemo_optim_bridge.core.survey import survey
+from nemo_optim_bridge.core.regroup import has_expert_groups
 from nemo_optim_bridge.core.team import Progress, Team, Workers, ignore
-from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.errors import OutputError, ParamGroupError, TargetError
 from nemo_optim_bridge.formats.documents import read_json
 from nemo_optim_bridge.formats.torch_dist.common_file import CommonFile, opaque_classes
 from nemo_optim_bridge.formats.torch_dist.containers import model_prefix, rewrap, target_prefix
+from nemo_optim_bridge.formats.torch_dist.crcs import require_valid_crcs
 from nemo_optim_bridge.formats.torch_dist.document import Document
 from nemo_optim_bridge.formats.torch_dist.link import check_link, link_file
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
 from nemo_optim_bridge.formats.torch_dist.metadata import Moved, renamed_metadata
+from nemo_optim_bridge.formats.torch_dist.proof import Proof
 from nemo_optim_bridge.formats.torch_dist.reader import TorchDist, read_with_document
 from nemo_optim_bridge.formats.torch_dist.remainders import Rounding, find_ties
 from nemo_optim_bridge.formats.torch_dist.rename import Spelling, new_names, resolve_chained_prefix
@@ -42,7 +44,6 @@ from nemo_optim_bridge.formats.torch_dist.saved import (
     read_saved,
 )
 from nemo_optim_bridge.formats.torch_dist.states import States, check_bytes, read_states
-from nemo_optim_bridge.formats.torch_dist.view import open_torch_dist
 
 _REWRITTEN: Final = frozenset({".metadata", "common.pt"})
 _LINKED: Final = {
@@ -58,7 +59,9 @@ class Options:
 
     ``key_style`` is for distributed_fused_adam, ``chained_prefix`` and ``torch_adam`` for megatron-core's optimizers.
     ``container`` and ``target_ep`` None mean: as in the source. ``no_decay`` are patterns of the names of parameters
-    without weight decay; empty means the default rule of the source's framework. ``receipt`` reads and hashes all data.
+    without weight decay; empty means the default rule of the source's framework. ``receipt`` reads and hashes all
+    data, checks their CRCs unless ``check_crcs`` is False, and refuses a cold optimizer unless ``allow_cold``; without
+    it no tensor's data are read.
     """
 
     to: str
@@ -71,7 +74,9 @@ class Options:
     torch_adam: bool = False
     scheduler_state: Path | None = None
     link: str = "auto"
-    receipt: bool = False
+    receipt: bool = True
+    check_crcs: bool = True
+    allow_cold: bool = False
     overwrite: bool = False
     fsync: bool = True
 
@@ -117,49 +122,68 @@ class Conversion:
             "problems": [],
         }
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of data that ``run`` reads, roughly."""
+        return sum(self.sizes.values()) if self.options.receipt or self.options.exact_remainders else 0
+
     def run(
         self, team: Team | None = None, progress: Callable[[str, int], Progress] = lambda stage, total: ignore
-    ) -> None:
+    ) -> dict[str, Any]:
         """Write the target beside its name and rename it into place; called by one process.
 
         Args:
-            team: worker processes that share the reading for exact remainders. None is this process alone.
+            team: worker processes that share the reading, for the receipt and exact remainders. None is this process
+                alone.
             progress: called with the stage's name and its bytes; what it returns is called with bytes done.
 
+        Return what was found on the way: with a receipt, the source's digests and what is wrong with its values.
         Raises one BridgeError; the source is untouched and the output absent then.
         """
-        root = Path(self.source.path)
+        root, team = Path(self.source.path), team or Workers(1)
         before = _identities(root, self.sizes)
+        if self.options.receipt and self.options.check_crcs:
+            require_valid_crcs(root, self.source.places(), team, progress)
+        proof = Proof.of(root, self.rule, team, progress) if self.options.receipt else None
+        if proof is not None and not self.options.allow_cold:
+            require_warm(proof.surveyed.findings, root)
         with new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync) as folder:
             moved: Moved = {}
             if self.options.exact_remainders:
-                rounding: Rounding = find_ties(self.source, self.states, team or Workers(1), progress)
+                rounding: Rounding = find_ties(self.source, self.states, team, progress)
                 moved = rounding.write(folder, self.options.fsync)
                 self.remarks.append(rounding.remark())
             metadata = renamed_metadata(self.document, lambda key: self.names.get(key, (key,)), moved)
             ways = self._link(root, folder)
-            if self.options.receipt:
-                _write(folder / RECEIPT_NAME, self._receipt(team or Workers(1), progress), self.options.fsync)
+            self.remarks.extend(_LINKED[way] for way, _ in ways.most_common())
             _write(folder / "common.pt", self.common, self.options.fsync)
             _write(folder / ".metadata", metadata, self.options.fsync)
+            if proof is not None:
+                prefix = model_prefix(tuple(self.states.shapes))
+                proof = proof.carried_to(folder, {fqn.removeprefix(prefix) for fqn, _ in moved}, team)
+                _write(folder / RECEIPT_NAME, encode(self._receipt(proof)), self.options.fsync)
             if _identities(root, self.sizes) != before:
                 raise OutputError("the source changed while it was converted", path=root, hint="run it again")
-        self.remarks.extend(_LINKED[way] for way, _ in ways.most_common())
+        return {} if proof is None else proof.found()
 
-    def _receipt(self, team: Team, progress: Callable[[str, int], Progress]) -> bytes:
-        """Read all data of the source once; return the receipt."""
-        source, _ = open_torch_dist(Path(self.source.path))
-        surveyed = survey(source, team, progress=progress("hashing", whole_bytes(source.manifest)))
-        target = {"framework": source.framework, "layout": self.options.to, "topology": {}}
-        return encode(
-            make_receipt(source, surveyed, target=target, vocab_size=None, replicas=None, remarks=list(self.remarks))
-        )
+    def _receipt(self, proof: Proof) -> dict[str, Any]:
+        expert_groups = has_expert_groups(self.target.groups)
+        receipt = make_receipt(
+            proof.source, proof.surveyed,
+            target={
+                "framework": proof.source.framework, "layout": self.target.kind, "container": self.container,
+                "topology": {"expert_groups": expert_groups},
+            },
+            vocab_size=None, replicas=0, remarks=[*proof.source.remarks, *self.remarks],
+        )  # fmt: skip
+        receipt["source"]["container"] = self.saved.container
+        return receipt
 
     def _link(self, root: Path, folder: Path) -> Counter[str]:
         """Bring every other file of the source into ``folder``; return how often in which way."""
         ways: Counter[str] = Counter()
         for name in _files(root):
-            if name in _REWRITTEN or name == RECEIPT_NAME:  # a receipt is of the source's own making
+            if name in _REWRITTEN or name == RECEIPT_NAME:  # a receipt of the source is no longer true
                 continue
             target = folder / name
             try:
@@ -243,8 +267,8 @@ def _plan(path: Path, out: Path, options: Options) -> Conversion:
 def convert(path: Path, out: Path, options: Options) -> dict[str, Any]:
     """Convert a checkpoint and return the summary; raises BridgeError, and then nothing was written."""
     planned = plan_convert(path, out, options)
-    planned.run()
-    return planned.summary()
+    found = planned.run()
+    return {**planned.summary(), **found}
 
 
 def _check_options(options: Options) -> None:

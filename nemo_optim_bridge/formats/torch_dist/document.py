@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard, cast
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
+from nemo_optim_bridge.core.store import identify
+from nemo_optim_bridge.errors import CorruptFileError, unreadable
 from nemo_optim_bridge.formats import pickle_data
 
 NAME: Final = ".metadata"
+#: Bytes; two million keys take about as many.
+_LARGEST: Final = 1 << 30
 
 
 class Fields:
@@ -152,12 +155,13 @@ def load_document(root: Path) -> Document:
     pickle.
     """
     file = root / NAME
+    _, size, *_ = identify(file)
+    if size > _LARGEST:
+        raise CorruptFileError(f"{NAME} is larger than {_LARGEST >> 20} MiB", path=file)
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise MissingSourceError(
-            f"{NAME} cannot be read ({error.strerror})", path=file, hint="the checkpoint is incomplete"
-        ) from error
+        raise unreadable(file, error) from error
     loaded = pickle_data.loads(data, path=str(file), allow=_ALLOW)
     if not isinstance(loaded, Document):
         raise CorruptFileError(f"{NAME} does not hold torch's Metadata", path=file)

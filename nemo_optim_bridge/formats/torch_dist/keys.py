@@ -13,6 +13,8 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 MASTER_SPELLINGS: Final = (MASTER, "param")
 #: The prefix of a NeMo model's keys; Megatron-LM has none.
 NEMO_MODEL: Final = "model."
+#: What all parameters' names may begin with, in one container or another.
+MODEL_PREFIXES: Final = (NEMO_MODEL, "module.")
 
 _OPTIMIZER_KEY: Final = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _OPTIMIZER_PREFIX: Final = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.")

@@ -14,7 +14,7 @@ from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.groups import HYPERPARAMETERS, scalar
 from nemo_optim_bridge.core.manifest import Manifest, ParamGroup, TensorKey
 from nemo_optim_bridge.core.regroup import effective_weight_decay
-from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, MissingSourceError, raise_all
+from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all, unreadable
 from nemo_optim_bridge.formats.torch_dist.containers import model_prefix
 from nemo_optim_bridge.formats.torch_dist.membership import Rule, groups_of_parameters
 from nemo_optim_bridge.formats.torch_dist.reader import Chunk, DistTensor, TorchDist, read_torch_dist
@@ -23,6 +23,7 @@ from nemo_optim_bridge.formats.torch_dist.states import States, check_bytes, rea
 from nemo_optim_bridge.formats.torch_zip import StoredTensor, read_torch_file
 
 WEIGHT: Final = "weight"
+_OF_THE_SCHEDULER: Final = ("initial_lr", "max_lr", "min_lr")
 _RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 
@@ -30,8 +31,8 @@ _RANK: Final = re.compile(r"__(\d{1,9})_\d+\.distcp")
 class TorchDistState:
     """A checkpoint's tensors, and per parameter its step and hyperparameters.
 
-    ``hyperparameters[fqn]`` has lr, betas, eps, bias_correction, initial_lr if stored, and the *effective* weight
-    decay. Which group a parameter is in is not stored; ``rule`` decided it.
+    ``hyperparameters[fqn]`` has lr, betas, eps, bias_correction, the scheduler's initial_lr, max_lr and min_lr if
+    stored, and the *effective* weight decay. Which group a parameter is in is not stored; ``rule`` decided it.
     """
 
     checkpoint: TorchDist
@@ -80,7 +81,7 @@ def read_manifest(
 
 
 def _hyperparameters(group: Mapping[str, Any], siblings: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    found = {name: scalar(group[name]) for name in (*HYPERPARAMETERS, "initial_lr") if name in group}
+    found = {name: scalar(group[name]) for name in (*HYPERPARAMETERS, *_OF_THE_SCHEDULER) if name in group}
     if "betas" in found:
         found["betas"] = tuple(scalar(beta) for beta in found["betas"])
     return {**found, "weight_decay": effective_weight_decay(group, siblings)}
@@ -132,7 +133,7 @@ def _opened(file: Path) -> Iterator[int]:
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError as error:
-        raise MissingSourceError(f"cannot be opened: {error.strerror}", path=file) from error
+        raise unreadable(file, error) from error
     try:
         yield descriptor
     finally:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from nemo_optim_bridge.core.groups import identify
 from nemo_optim_bridge.core.regroup import Members
 from nemo_optim_bridge.errors import ParamGroupError
-from nemo_optim_bridge.formats.torch_dist.keys import is_expert, matches_any, num_own_dims
+from nemo_optim_bridge.formats.torch_dist.keys import MODEL_PREFIXES, is_expert, matches_any, num_own_dims
 from nemo_optim_bridge.formats.torch_dist.saved import MEGATRON_KINDS
 
 #: What NeMo leaves without decay. Norms of Apex's classes would be, too; megatron-core's are not.
@@ -18,11 +18,15 @@ NEMO_NO_DECAY: Final = ("*bias",)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Parameters without weight decay: those that match a pattern, and all one-dimensional ones if so said."""
+    """Parameters without weight decay: those that match a pattern, and all one-dimensional ones if so said.
+
+    ``names`` are more of them, without what containers put before all names.
+    """
 
     patterns: tuple[str, ...]
     one_dimensional: bool
     origin: str
+    names: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, kind: str, patterns: tuple[str, ...]) -> Rule:
@@ -33,15 +37,25 @@ class Rule:
             return cls(("*bias",), True, "megatron-core's default")
         return cls(NEMO_NO_DECAY, False, "NeMo's default")
 
+    @classmethod
+    def listed(cls, names: Iterable[str], origin: str) -> Rule:
+        """Return the rule that these parameters have no weight decay, and no others; see ``names``."""
+        return cls((), False, origin, frozenset(names))
+
     def __str__(self) -> str:
+        if self.names or not self.patterns:
+            return f"no weight decay for {len(self.names)} parameters ({self.origin})"
         named = f"no weight decay for {', '.join(self.patterns)}"
         return f"{named}{' and all one-dimensional parameters' if self.one_dimensional else ''} ({self.origin})"
 
     def decays(self, fqn: str, shape: tuple[int, ...]) -> bool:
         """Return whether a parameter is in a group with weight decay."""
-        if matches_any(fqn, self.patterns):
+        if matches_any(fqn, self.patterns) or self._names(fqn):
             return False
         return not (self.one_dimensional and num_own_dims(fqn, shape) == 1)
+
+    def _names(self, fqn: str) -> bool:
+        return any(fqn.removeprefix(prefix) in self.names for prefix in ("", *MODEL_PREFIXES)) if self.names else False
 
     def members(self, shapes: Mapping[str, tuple[int, ...]]) -> Members:
         """Return which kinds of parameters there are."""

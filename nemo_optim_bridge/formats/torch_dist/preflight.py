@@ -318,6 +318,8 @@ def _missing_bytes(checkpoint: TorchDist) -> list[str]:
         file = Path(checkpoint.path) / name
         if not file.is_file():
             problems.append(f"{name} is missing")
+        elif not os.access(file, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+            problems.append(f"{name} may not be read by this user: Permission denied")
         elif file.stat().st_size < size:
             problems.append(f"{name} has {file.stat().st_size} bytes, at least {size} are needed")
     return problems

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -19,6 +19,7 @@ import numpy as np
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -26,8 +27,10 @@ from nemo_optim_bridge.errors import (
     MissingSourceError,
     UnknownFormatError,
     raise_all,
+    unreadable,
 )
 from nemo_optim_bridge.formats import torch_zip
+from nemo_optim_bridge.formats.crcs import require_valid
 from nemo_optim_bridge.formats.torch_dist.document import (
     ChunkEntry,
     Document,
@@ -96,6 +99,12 @@ class TorchDist:
     object_places: tuple[tuple[str, int, int], ...] = ()
     document: Document | None = None
 
+    def places(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (file, offset, nbytes) of every stored box; boxes of two keys may be one."""
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                yield chunk.file, chunk.offset, chunk.nbytes
+
 
 def is_torch_dist(path: str | os.PathLike[str]) -> bool:
     """Return whether a directory is, by its ``metadata.json``, a Megatron ``torch_dist`` checkpoint; never raises."""
@@ -161,14 +170,19 @@ def _backend(root: Path) -> str:
 def _config(root: Path) -> dict[str, Any]:
     config = root / _CONFIG
     try:
-        if config.stat().st_size > _LARGEST_CONFIG:
-            raise CorruptFileError("metadata.json is too large to be one", path=config)
-        parsed = json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        _, size, *_ = identify(config)
+    except MissingSourceError as error:
         raise UnknownFormatError(
-            "no metadata.json: this is not a Megatron distributed checkpoint", path=root
+            "no metadata.json: this is not a Megatron distributed checkpoint", path=root,
+            hint="give the directory that holds metadata.json, .metadata and common.pt",
         ) from error  # fmt: skip
-    except (OSError, ValueError) as error:
+    if size > _LARGEST_CONFIG:
+        raise CorruptFileError("metadata.json is too large to be one", path=config)
+    try:
+        parsed = json.loads(config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(config, error) from error
+    except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"metadata.json cannot be read ({error})", path=config) from error
     if not isinstance(parsed, dict):
         raise CorruptFileError("metadata.json holds no object", path=config)
@@ -287,6 +301,7 @@ def read_common(root: Path) -> Mapping[Any, Any]:
     if not file.is_file():
         raise MissingSourceError(f"no {_COMMON}", path=root, hint="the checkpoint is incomplete")
     stored = torch_zip.read_torch_file(file, opaque=True)
+    require_valid(stored, bytearray(1 << 16))
     tree = _numbers(stored.root, stored)
     if not isinstance(tree, Mapping):
         raise CorruptFileError(f"{_COMMON} holds no dict", path=file)

@@ -118,8 +118,7 @@ def read_saved(common: Mapping[Any, Any], keys: Iterable[str], path: str) -> Sav
     try:
         step = common_step(find_steps(groups, kept)) or 0
     except BridgeError as error:
-        error.path = path
-        raise
+        raise error.at(path) from error
     return SavedOptimizer(
         kind=kinds.pop(),
         container=container,

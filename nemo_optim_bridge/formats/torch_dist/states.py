@@ -108,9 +108,7 @@ def _incomplete(found: Mapping[str, Mapping[str, DistTensor]], checkpoint: Torch
 
 
 def _at(path: str, problems: Sequence[BridgeError]) -> list[BridgeError]:
-    for problem in problems:
-        problem.path = problem.path or path
-    return list(problems)
+    return [problem.at(path) for problem in problems]
 
 
 def check_bytes(checkpoint: TorchDist) -> dict[str, int]:

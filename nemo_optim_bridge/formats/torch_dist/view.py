@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_optim_bridge.core.checkpoint import Checkpoint
+from nemo_optim_bridge.core.regroup import has_expert_groups
+from nemo_optim_bridge.formats.torch_dist.containers import model_prefix
 from nemo_optim_bridge.formats.torch_dist.manifest import read_manifest
 from nemo_optim_bridge.formats.torch_dist.membership import Rule
 
@@ -17,13 +19,16 @@ def open_torch_dist(path: Path, rule: Rule | None = None) -> tuple[Checkpoint, R
     """
     found = read_manifest(path, rule=rule, bare_names=True)
     step = found.saved.step
+    prefix = model_prefix(tuple(found.states.tensors))
+    no_decay = [fqn for fqn, shape in found.states.shapes.items() if not found.rule.decays(fqn, shape)]
     view = Checkpoint(
         path=path,
         framework="megatron",
         layout=found.saved.kind,
-        topology={},
+        topology={"expert_groups": has_expert_groups(found.saved.groups)},
         manifest=found.manifest,
         scalars={fqn: {**values, "step": step} for fqn, values in found.hyperparameters.items()},
+        no_decay=tuple(sorted(fqn.removeprefix(prefix) for fqn in no_decay)),
         remarks=(f"groups were told apart by this rule: {found.rule}",),
     )
     return view, found.rule

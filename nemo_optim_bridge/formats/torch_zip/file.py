@@ -14,7 +14,7 @@ import numpy as np
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
 from nemo_optim_bridge.core.region import contiguous_stride
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, UnknownFormatError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, UnknownFormatError, unreadable
 from nemo_optim_bridge.formats import pickle_data
 from nemo_optim_bridge.formats.torch_zip.directory import RESAVE, Record, read_records
 from nemo_optim_bridge.formats.torch_zip.tree import Rebuilder, StoredTensor
@@ -82,7 +82,7 @@ def read_torch_file(
         except FileNotFoundError:
             raise MissingSourceError("torch file is missing", path=path) from None
         except OSError as error:
-            raise CorruptFileError(f"torch file cannot be read: {error.strerror}", path=path) from error
+            raise unreadable(path, error) from error
     size = os.fstat(fd).st_size
     if nbytes is None:
         nbytes = size - offset

@@ -99,7 +99,10 @@ def check_model(
         problems.append(TargetError("has optimizer state that the run has no use for", path=source.path, key=fqn))
     for fqn in sorted(trained - set(source.hyperparameters)):
         problems.append(
-            MissingSourceError("has no optimizer state of what the run trains", path=source.path, key=fqn)
+            MissingSourceError(
+                "has no optimizer state of what the run trains", path=source.path, key=fqn,
+                hint="load it into the model that saved it",
+            )
         )  # fmt: skip
     raise_all(problems)
     for parameter in running.parameters:
