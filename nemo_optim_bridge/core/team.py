@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nemo_optim_bridge.errors import BridgeError, OutputError, TargetError
 
@@ -180,13 +181,13 @@ def _receive(receiver: Any, running: dict[Any, Any], results: dict[int, Any], pr
 
 
 class Ranks:
-    """The ranks of the default torch.distributed process group; every rank runs the same program."""
+    """The ranks of a torch.distributed process group, the default one when None; every rank runs the same program."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         import torch.distributed
 
-        self._dist = torch.distributed
-        self.rank, self.num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._dist, self.group = torch.distributed, group
+        self.rank, self.num_ranks = self._dist.get_rank(group), self._dist.get_world_size(group)
 
     @classmethod
     def start(cls) -> Ranks:
@@ -225,24 +226,42 @@ class Ranks:
 
     def lead(self, action: Callable[[], Result]) -> Result:
         """Run an action on rank 0; every rank gets its result or its error."""
-        result: Result = self.gather(lambda: cast("Result", action() if self.is_leader else None))[0]
+        outcomes: list[Any] = [self._outcome(action) if self.is_leader else None]
+        source = 0 if self.group is None else self._dist.get_global_rank(self.group, 0)
+        with _peers():
+            self._dist.broadcast_object_list(outcomes, source, group=self.group)
+        result: Result = _results(outcomes)[0]
         return result
 
     def gather(self, work: Callable[[], Result]) -> list[Result]:
         """Run work on every rank and exchange the results; every rank raises when one fails."""
-        outcome: tuple[Any, BridgeError | None]
-        try:
-            outcome = work(), None
-        except BridgeError as error:
-            outcome = None, error
-        except Exception as error:
-            outcome = None, OutputError(f"{type(error).__name__}: {error}", rank=self.rank)
         outcomes: list[Any] = [None] * self.num_ranks
+        outcome = self._outcome(work)
+        with _peers():
+            self._dist.all_gather_object(outcomes, outcome, group=self.group)
+        return _results(outcomes)
+
+    def _outcome(self, work: Callable[[], Any]) -> tuple[Any, BridgeError | None]:
         try:
-            self._dist.all_gather_object(outcomes, outcome)
-        except RuntimeError as error:
-            raise OutputError("another rank ended before its work was done") from error
-        for _, error_of_rank in outcomes:
-            if error_of_rank is not None:
-                raise error_of_rank
-        return [result for result, _ in outcomes]
+            return work(), None
+        except BridgeError as error:
+            return None, error
+        except Exception as error:
+            return None, OutputError(f"{type(error).__name__}: {error}", rank=self.rank)
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Say it clearly when a collective fails because a rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OutputError("another rank ended before its work was done") from error
+
+
+def _results(outcomes: Sequence[tuple[Any, BridgeError | None]]) -> list[Any]:
+    """Return the results of all, or raise the first error."""
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]

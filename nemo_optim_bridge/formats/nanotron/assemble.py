@@ -10,6 +10,7 @@ from typing import Any
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import WEIGHT
 from nemo_optim_bridge.core.manifest import Identity, ParamGroup, TensorKey
+from nemo_optim_bridge.core.team import Team
 from nemo_optim_bridge.errors import (
     BridgeError,
     ContradictionError,
@@ -36,10 +37,11 @@ class Assembler:
 
     def __init__(
         self, root: Path, dialect: Dialect, topology: Topology, zero_stage: int, documents: Documents,
-        facts: ModelFacts, weights: Weights, shards: Mapping[Coordinates, OptimizerShard],
+        facts: ModelFacts, weights: Weights, shards: Mapping[Coordinates, OptimizerShard], team: Team,
     ) -> None:  # fmt: skip
         self.root, self.dialect, self.topology, self.zero_stage = root, dialect, topology, zero_stage
         self.documents, self.facts, self.weights, self.shards = documents, facts, weights, shards
+        self.team = team
         self.problems: list[BridgeError] = []
         self.builder = ManifestBuilder()
 
@@ -87,7 +89,7 @@ class Assembler:
         raise_all(self.problems)
         groups = _param_groups(hyperparameters)
         steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
-        scheduler = read_scheduler(self.root, self.dialect, self.topology, stages)
+        scheduler = self.team.lead(lambda: read_scheduler(self.root, self.dialect, self.topology, stages))
         schedulers = scheduler.files if scheduler else {}
         leftovers = [*leftovers, *(scheduler.leftovers if scheduler else ())]
         if scheduler is not None:

@@ -80,21 +80,15 @@ def read_checkpoint(
 
     Raises CheckpointError (one of its kinds), on all ranks, with every problem found.
     """
-    root = resolve(Path(path))
+    team = team or Workers(1)
+    root = team.lead(lambda: resolve(Path(path)))
     with _readable(root):
-        return _read(root, vocab_size, team or Workers(1))
+        return _read(root, vocab_size, team)
 
 
 def _read(root: Path, vocab_size: int | None, team: Team) -> NanotronCheckpoint:
-    if not is_nanotron(root):
-        raise UnknownFormatError(
-            "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,
-            hint="give the directory of one step, or its parent with latest.txt",
-        )  # fmt: skip
-    documents = Documents.read(root)
-    documents.check_samples()
+    documents, files, leftovers, has_legacy_names = team.lead(lambda: _survey_folder(root))
     facts, topology, zero_stage = documents.facts(), documents.topology(), documents.zero_stage()
-    files, leftovers, has_legacy_names = _optimizer_files(root, topology, zero_stage)
     weights = read_weights(root, topology, facts, team)
     indexed = team.map(lambda _: _read_shard, list(files.items()), [_INDEX_BYTES] * len(files), ignore)
     shards = dict(zip(files, indexed, strict=True))
@@ -106,9 +100,22 @@ def _read(root: Path, vocab_size: int | None, team: Team) -> NanotronCheckpoint:
             path=documents.optimizer.path,
             hint="restore the configuration files of the run that saved the optimizer",
         )
-    return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards).checkpoint(
+    return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards, team).checkpoint(
         vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
     )
+
+
+def _survey_folder(root: Path) -> tuple[Documents, dict[Coordinates, Path], list[Path], bool]:
+    """Read the documents, and list the optimizer files: one rank does it, so that all see the same."""
+    if not is_nanotron(root):
+        raise UnknownFormatError(
+            "is not a nanotron checkpoint: model_config.json or model/ is missing", path=root,
+            hint="give the directory of one step, or its parent with latest.txt",
+        )  # fmt: skip
+    documents = Documents.read(root)
+    documents.check_samples()
+    documents.facts()
+    return documents, *_optimizer_files(root, documents.topology(), documents.zero_stage())
 
 
 def _read_shard(item: tuple[Coordinates, Path]) -> OptimizerShard:

@@ -72,7 +72,7 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts, team: Team) 
     problems: list[BridgeError] = []
     named: list[tuple[Path, WeightName]] = []
     strip = len(folder.as_posix().rstrip("/")) + 1
-    for path in list_folder(folder, deep=True):
+    for path in team.lead(lambda: list_folder(folder, deep=True)):
         name = parse_weight_name(path.as_posix()[strip:])
         if name is None or not name.matches(topology):
             leftovers.append(path)

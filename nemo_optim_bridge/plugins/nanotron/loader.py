@@ -18,9 +18,10 @@ from nemo_optim_bridge.core.agree import together
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.live import TensorLoad, plan_tensors
 from nemo_optim_bridge.core.plan import Plan
-from nemo_optim_bridge.core.team import Workers
+from nemo_optim_bridge.core.team import Ranks, Workers
 from nemo_optim_bridge.errors import TargetError
 from nemo_optim_bridge.formats.crcs import require_valid_crcs
+from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout
 from nemo_optim_bridge.formats.nanotron.reshard import REPLICA_POLICIES
 from nemo_optim_bridge.plugins.nanotron.running import RunningOptimizer, read_running
@@ -63,7 +64,7 @@ def load_optimizer(
     """Restore a checkpoint of any topology, ZeRO stage and dialect into a running nanotron optimizer, bit for bit.
 
     Called by every rank, after the weights were loaded and the optimizer was built, in place of nanotron's function
-    of the same name. Each rank reads all headers, and of the tensors its own boxes only. Moments, steps and
+    of the same name. The ranks share the headers, and each reads of the tensors its own boxes only. Moments, steps and
     hyperparameters go to the torch optimizer, masters are filled in place. Rows of vocabulary padding get zero moments
     and keep their masters.
 
@@ -81,9 +82,7 @@ def load_optimizer(
     world = parallel_context.world_pg
     running = together(lambda: read_running(optimizer, parallel_context), world)
     fqns = _all_fqns(running, parallel_context.pp_pg)
-    rank, size = distributed.get_rank(world), distributed.get_world_size(world)
-    share = slice(rank, None, size)
-    load = together(lambda: _prepare(root_folder, running, fqns, share, vocab_size, replicas), world)
+    load = _plan(root_folder, running, fqns, vocab_size, replicas, Ranks(world))
     gc.collect()  # reading headers leaves cycles behind
     together(lambda: load.check(check_crcs, replicas), world)
     num_bytes_read = together(load.read_states, world)
@@ -153,18 +152,23 @@ class _Load:
         remember_groups(base, self.running.group_fqns)
 
 
-def _prepare(
-    path: str | os.PathLike[str], running: RunningOptimizer, fqns: Iterable[str], share: slice,
-    vocab_size: int | None, replicas: str,
+def _plan(
+    path: str | os.PathLike[str], running: RunningOptimizer, fqns: Iterable[str], vocab_size: int | None,
+    replicas: str, team: Ranks,
 ) -> _Load:  # fmt: skip
-    """Read the headers, validate and plan; allocates this rank's new states.
-
-    ``share`` is of the checkpoint's torch files: those that this rank checks.
-    """
+    """Read the headers, validate and plan; a collective. What was read is freed but for what the load needs."""
     if replicas not in REPLICA_POLICIES:
         raise TargetError(f"unknown replica policy {replicas!r}", hint=f"choose {' or '.join(REPLICA_POLICIES)}")
-    layouts: Mapping[str, ParamLayout]
-    source, layouts = read_for(path, running, vocab_size)
+    source, layouts = read_for(path, running, vocab_size, team)
+    share = slice(team.rank, None, team.num_ranks)
+    return together(lambda: _prepare(source, layouts, running, fqns, share), team.group)
+
+
+def _prepare(
+    source: NanotronCheckpoint, layouts: Mapping[str, ParamLayout], running: RunningOptimizer, fqns: Iterable[str],
+    share: slice,
+) -> _Load:  # fmt: skip
+    """Validate and plan; allocates this rank's new states. ``share`` is of the torch files: those that it checks."""
     check_model(source, layouts, running, fqns)
     hyperparameters = new_hyperparameters(source, running)
     states, boxes = new_states(source, layouts, running)

@@ -11,6 +11,7 @@ import torch
 from nemo_optim_bridge.core.checkpoint import MASTER
 from nemo_optim_bridge.core.manifest import TensorKey
 from nemo_optim_bridge.core.region import Region
+from nemo_optim_bridge.core.team import Team
 from nemo_optim_bridge.errors import (
     BridgeError,
     MissingSourceError,
@@ -34,15 +35,16 @@ _ADDED_KEYS = {
 
 
 def read_for(
-    path: str | os.PathLike[str], running: RunningOptimizer, vocab_size: int | None
+    path: str | os.PathLike[str], running: RunningOptimizer, vocab_size: int | None, team: Team
 ) -> tuple[NanotronCheckpoint, Mapping[str, ParamLayout]]:
     """Read a checkpoint's headers; return it with the layout of every parameter as the run's topology pads it.
 
-    A checkpoint that stores more vocabulary rows than the run has must owe them to padding: then they are left out.
+    Called by all ranks of the run, ``team``, which share the files. A checkpoint that stores more vocabulary rows than
+    the run has must owe them to padding: then they are left out.
     Raises CheckpointError, or TargetError when the vocabularies cannot be of one model.
     """
-    source = read_checkpoint(path, vocab_size)
-    rows = _running_rows(running)
+    source = read_checkpoint(path, vocab_size, team)
+    rows = _agreed_rows(running, team)
     stored = source.facts.vocab_size
     multiple = source.documents.vocab_multiple
     if rows is None or EMBEDDING not in source.layouts:
@@ -50,7 +52,7 @@ def read_for(
     if vocab_size is None and rows < stored:
         if padded_vocab_size(rows, source.topology.tp, multiple) != stored:
             raise _other_vocabulary(rows, stored)
-        source = read_checkpoint(path, rows)
+        source = read_checkpoint(path, rows, team)
     true = source.layouts[EMBEDDING].shape[0]
     if rows < true or (
         vocab_size is None and rows not in (true, padded_vocab_size(true, running.topology.tp, multiple))
@@ -60,8 +62,16 @@ def read_for(
     return source, {**source.layouts, **padded}
 
 
+def _agreed_rows(running: RunningOptimizer, team: Team) -> int | None:
+    """Return the rows of the run's vocabulary matrices, padding included; None when no rank holds one."""
+    found = sorted({rows for rows in team.gather(lambda: _running_rows(running)) if rows is not None})
+    if len(found) > 1:
+        raise TargetError(f"ranks of the run have vocabularies of {found} rows", key=EMBEDDING)
+    return found[0] if found else None
+
+
 def _running_rows(running: RunningOptimizer) -> int | None:
-    """Return the rows of the run's vocabulary matrices, padding included; None when this rank holds neither."""
+    """Return the rows as this rank's matrices tell them; None when it holds neither."""
     for parameter in running.parameters:
         if parameter.fqn in (EMBEDDING, LM_HEAD):
             return int(parameter.weight.shape[0]) * running.topology.tp
