@@ -197,7 +197,8 @@ def plan_reshard(path: Path, out: Path, options: Options, team: Team | None = No
     if vocab_size is None and like is not None and like.facts.vocab_size < source.facts.vocab_size:
         source = read_checkpoint(path, like.facts.vocab_size, team)
     target = Target(source, _target_spec(source, like, options))
-    _refuse_to_replace_what_is_read(source, out)
+    if options.overwrite:
+        _refuse_to_replace_what_is_read(source, out)
     writers = share_files([outline.nbytes for outline in target.outlines], team.num_ranks)
     mine = [number for number, ranks in enumerate(writers) if team.rank in ranks]
 
@@ -247,8 +248,6 @@ def _totals(
 
 def _refuse_to_replace_what_is_read(source: NanotronCheckpoint, out: Path) -> None:
     """Raise OutputError when a link of the source leads to a file below the output that is to be replaced."""
-    if not out.exists():
-        return
     replaced = out.resolve()
     folders = {Path(file).parent for file in source.manifest.identities}
     for folder in folders | {source.path / "lr_scheduler"}:

@@ -60,7 +60,7 @@ def test_each_parameter_keeps_its_entry(tmp_path: Path) -> None:
     scheduler = per_stage(tmp_path, [[0.5, 0.25], [0.125]])
     assert scheduler is not None
     assert scheduler.state_dict(DIALECTS["moe"], ["p2", "p0"]) == state([0.125, 0.5], {})
-    with pytest.raises(TargetError, match=r"dialect 0\.4 has one param group, but the learning rates"):
+    with pytest.raises(TargetError, match=r"dialect 0\.4 has one param group, but the lr_scheduler's entries differ"):
         scheduler.state_dict(DIALECTS["0.4"], ["p0", "p1", "p2"])
     assert scheduler.state_dict(DIALECTS["0.4"], ["p1"]) == state([0.25], None)
     with pytest.raises(TargetError, match=r"no entry for this parameter.*tensor stranger"):
