@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nemo_optim_bridge.cli.guard import errors_reported
-from nemo_optim_bridge.cli.options import DryRun, Fsync, Json, NumWorkers, Out, Overwrite, VocabSize
+from nemo_optim_bridge.cli.options import (
+    AllowCold,
+    CrcCheck,
+    DryRun,
+    Fsync,
+    Json,
+    NumWorkers,
+    Out,
+    Overwrite,
+    VocabSize,
+)
 from nemo_optim_bridge.cli.output import carried, print_result, progress
+
+if TYPE_CHECKING:
+    from nemo_optim_bridge.formats.torch_dcp import ExportOptions
 
 
 def convert(
@@ -45,10 +58,8 @@ def convert(
     receipt: Annotated[
         bool, typer.Option(help="Read all data and write a receipt; without it, take seconds at any size.")
     ] = True,
-    crc_check: Annotated[bool, typer.Option(help="Check the CRC-32 of every record that is read.")] = True,
-    allow_cold: Annotated[
-        bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
-    ] = False,
+    crc_check: CrcCheck = True,
+    allow_cold: AllowCold = False,
     vocab_size: VocabSize = None,
     workers: NumWorkers = None,
     overwrite: Overwrite = False,
@@ -59,10 +70,13 @@ def convert(
     """Convert CKPT to another optimizer type; only metadata is new. Or any checkpoint to PyTorch's format: --to dcp."""
     with errors_reported(as_json):
         if to == "dcp":
-            exported, is_leader = _export_dcp(
-                checkpoint, out, vocab_size, workers,
-                receipt=receipt, overwrite=overwrite, fsync=fsync, dry_run=dry_run,
+            from nemo_optim_bridge.formats.torch_dcp import ExportOptions
+
+            wanted = ExportOptions(
+                vocab_size=vocab_size, check_crcs=crc_check, receipt=receipt, allow_cold=allow_cold,
+                overwrite=overwrite, fsync=fsync,
             )  # fmt: skip
+            exported, is_leader = _export_dcp(checkpoint, out, wanted, workers, dry_run=dry_run)
             if is_leader:
                 print_result(exported, as_json)
             return
@@ -87,15 +101,13 @@ def convert(
 
 
 def _export_dcp(
-    checkpoint: Path, out: Path, vocab_size: int | None, workers: int | None, *, receipt: bool, overwrite: bool,
-    fsync: bool, dry_run: bool,
+    checkpoint: Path, out: Path, options: ExportOptions, workers: int | None, *, dry_run: bool
 ) -> tuple[dict[str, Any], bool]:  # fmt: skip
     """Export with all processes there are; also tell whether this one is to print."""
     from nemo_optim_bridge.core.team import find_team
-    from nemo_optim_bridge.formats.torch_dcp import ExportOptions, plan_export
+    from nemo_optim_bridge.formats.torch_dcp import plan_export
 
     team = find_team(workers)
-    options = ExportOptions(vocab_size=vocab_size, receipt=receipt, overwrite=overwrite, fsync=fsync)
     planned = plan_export(checkpoint, out, options)
     summary: dict[str, Any] = {
         "source": str(checkpoint),

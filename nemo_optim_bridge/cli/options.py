@@ -16,6 +16,10 @@ NumWorkers = Annotated[
 VocabSize = Annotated[
     int | None, typer.Option(help="The true vocabulary; rows beyond it are padding. Default: the stored size.", min=1)
 ]
+CrcCheck = Annotated[bool, typer.Option(help="Check the CRC-32 of every source record first.")]
+AllowCold = Annotated[
+    bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT when it exists.")]
 Fsync = Annotated[bool, typer.Option(help="Sync files and directories to disk.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan from headers alone and write nothing.")]

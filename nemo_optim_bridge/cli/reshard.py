@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from nemo_optim_bridge.cli.guard import EXIT_DIFFERENT, EXIT_OK, errors_reported
-from nemo_optim_bridge.cli.options import Checkpoint, DryRun, Fsync, Json, NumWorkers, Out, Overwrite, VocabSize
+from nemo_optim_bridge.cli.options import (
+    AllowCold,
+    Checkpoint,
+    CrcCheck,
+    DryRun,
+    Fsync,
+    Json,
+    NumWorkers,
+    Out,
+    Overwrite,
+    VocabSize,
+)
 from nemo_optim_bridge.cli.output import carried, print_result, progress
 from nemo_optim_bridge.errors import TargetError
 
@@ -32,11 +43,9 @@ def reshard(
     replicas: Annotated[
         str, typer.Option(metavar="error|lowest-rank", help="What to do when copies of one box differ.")
     ] = "error",
-    crc_check: Annotated[bool, typer.Option(help="Check the CRC-32 of every source record first.")] = True,
+    crc_check: CrcCheck = True,
     receipt: Annotated[bool, typer.Option(help="Write a receipt with digests of every tensor.")] = True,
-    allow_cold: Annotated[
-        bool, typer.Option("--allow-cold", help="Carry an optimizer whose moments are all zero although it took steps.")
-    ] = False,
+    allow_cold: AllowCold = False,
     workers: NumWorkers = None,
     overwrite: Overwrite = False,
     fsync: Fsync = True,

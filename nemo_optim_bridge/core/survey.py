@@ -9,7 +9,16 @@ import numpy as np
 
 from nemo_optim_bridge.core.checkpoint import MASTER, MODEL_STATES, WEIGHT, Checkpoint
 from nemo_optim_bridge.core.fingerprint import Fingerprint, TensorDigest, combine
-from nemo_optim_bridge.core.health import FIRST_MOMENTS, SECOND_MOMENTS, Finding, RoundingScan, TensorScan, cold, judge
+from nemo_optim_bridge.core.health import (
+    FIRST_MOMENTS,
+    SECOND_MOMENTS,
+    Finding,
+    RoundingScan,
+    TensorScan,
+    cold,
+    judge,
+    require_warm,
+)
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.share import own_share
 from nemo_optim_bridge.core.store import FileStore
@@ -105,6 +114,22 @@ def _together(manifest: Manifest) -> list[list[int]]:
         for number in numbers.values()
         if number not in with_master
     ]
+
+
+def survey_warm(
+    checkpoint: Checkpoint, team: Team, *, everything: bool, allow_cold: bool, progress: Progress
+) -> Survey:  # fmt: skip
+    """Look at a checkpoint that is to be carried: at all of its values, or only whether they are cold.
+
+    Raises ColdOptimizerError, unless ``allow_cold``: everything else is carried as it is and reported.
+    """
+    if everything:
+        surveyed = survey(checkpoint, team, progress=progress)
+    else:
+        surveyed = Survey(None, findings=team.lead(lambda: tuple(cold_findings(checkpoint))))
+    if not allow_cold:
+        require_warm(surveyed.findings, checkpoint.path)
+    return surveyed
 
 
 def cold_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME, encode, make_receipt
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.core.survey import Survey, survey
+from nemo_optim_bridge.core.survey import Survey, survey_warm
 from nemo_optim_bridge.core.team import Progress, Team, Workers, ignore
 from nemo_optim_bridge.core.whole import whole_bytes
 from nemo_optim_bridge.core.write import write_files
@@ -110,6 +110,7 @@ class ExportOptions:
     replicas: str = "error"
     check_crcs: bool = True
     receipt: bool = True
+    allow_cold: bool = False
     overwrite: bool = False
     fsync: bool = True
 
@@ -158,9 +159,10 @@ class Export:
         if self.options.replicas == "error":
             total = Pairs.of_replicas(self.plan).num_bytes()
             require_equal_replicas(self.plan, team, progress("comparing replicas", total))
-        surveyed = Survey(None)
-        if self.options.receipt:
-            surveyed = survey(self.source, team, progress=progress("hashing", whole_bytes(manifest)))
+        report = progress("hashing", whole_bytes(manifest)) if self.options.receipt else ignore
+        surveyed = survey_warm(
+            self.source, team, everything=self.options.receipt, allow_cold=self.options.allow_cold, progress=report
+        )
         with ExitStack() as stack:
             scratch = new_directory(self.out, overwrite=self.options.overwrite, fsync=self.options.fsync)
             folder = team.lead(lambda: stack.enter_context(scratch))
@@ -226,6 +228,7 @@ def export_dcp(
     replicas: str = "error",
     check_crcs: bool = True,
     receipt: bool = True,
+    allow_cold: bool = False,
     overwrite: bool = False,
     fsync: bool = True,
     team: Team | None = None,
@@ -245,13 +248,16 @@ def export_dcp(
         replicas: ``error`` compares copies of one box first, ``lowest-rank`` takes the lowest rank's.
         check_crcs: check the CRC-32 of every ``.pt`` file first.
         receipt: read all data first, and write a receipt with digests of what is carried.
+        allow_cold: carry an optimizer whose moments are all zero although it took steps; it is refused otherwise.
         overwrite: replace ``out`` when it exists.
         team: the processes that share the work, all of which call this. None is this process alone.
         progress: called with a stage's name and its bytes; what it returns is called with bytes done.
 
     Raises one BridgeError; ``out`` is then what it was.
     """
-    options = ExportOptions(rename, model_state, vocab_size, replicas, check_crcs, receipt, overwrite, fsync)
+    options = ExportOptions(
+        rename, model_state, vocab_size, replicas, check_crcs, receipt, allow_cold, overwrite, fsync
+    )  # fmt: skip
     return plan_export(source, out, options).run(team, progress)
 
 

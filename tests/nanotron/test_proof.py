@@ -300,7 +300,11 @@ def test_a_cold_optimizer_is_refused_unless_it_is_wanted(
     for options in ("--tp 1", "--tp 1 --no-receipt"):
         message = refuse(root, options, kind="ColdOptimizerError")
         assert "all moments are zero at step 3" in message and "--allow-cold" in message
+        export = ("convert", root, tmp_path / "dcp", "--to", "dcp", *options.split()[2:])
+        code, printed = run_cli(*export)
+        assert code == 2 and "all moments are zero at step 3" in printed and not (tmp_path / "dcp").exists()
     assert ask("inspect", root, "--deep", expect=1)["findings"][0]["kind"] == "cold"
+    assert ask(*export, "--allow-cold")["written"]
     reshard(root, "--tp 1 --allow-cold")
     assert ask("verify", root, tmp_path / "out")["same"]
 

@@ -13,7 +13,6 @@ import numpy as np
 from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.gather import STAGING_BYTES
-from nemo_optim_bridge.core.health import require_warm
 from nemo_optim_bridge.core.manifest import BoolArray
 from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
 from nemo_optim_bridge.core.plan import Plan, make_plan
@@ -21,7 +20,7 @@ from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
 from nemo_optim_bridge.core.receipt import encode, make_receipt
 from nemo_optim_bridge.core.store import FileStore
-from nemo_optim_bridge.core.survey import Survey, cold_findings, survey
+from nemo_optim_bridge.core.survey import Survey, survey_warm
 from nemo_optim_bridge.core.team import Progress as Meter
 from nemo_optim_bridge.core.team import Team, Workers, ignore
 from nemo_optim_bridge.core.whole import whole_bytes
@@ -129,7 +128,10 @@ class Reshard:
         if self.options.replicas == "error":
             report = progress("comparing replicas", Pairs.of_replicas(self.replicas).num_bytes())
             team.gather(lambda: require_equal_replicas(self.replicas, team.local, report))
-        surveyed = self._survey(source, team, progress)
+        report = progress("hashing", whole_bytes(source.manifest)) if self.options.receipt else ignore
+        surveyed = survey_warm(
+            source, team, everything=self.options.receipt, allow_cold=self.options.allow_cold, progress=report
+        )
         receipt = list(self._receipt(source, surveyed)) if team.is_leader else []
         files, writers = [*self.files, *receipt], [*self.writers, *(range(1) for _ in receipt)]
         with ExitStack() as stack:
@@ -144,19 +146,6 @@ class Reshard:
             digests = surveyed.fingerprint.to_json()
             found.update((name, digest) for name, digest in digests.items() if name != "tensors")
         return found
-
-    def _survey(self, source: Checkpoint, team: Team, progress: Progress) -> Survey:
-        """Look at the source's values: all of them when a receipt is wanted, else only whether they are cold.
-
-        A cold optimizer is refused; everything else is carried as it is and reported.
-        """
-        if self.options.receipt:
-            surveyed = survey(source, team, progress=progress("hashing", whole_bytes(source.manifest)))
-        else:
-            surveyed = Survey(None, findings=team.lead(lambda: tuple(cold_findings(source))))
-        if not self.options.allow_cold:
-            require_warm(surveyed.findings, self.source.path)
-        return surveyed
 
     def _receipt(self, source: Checkpoint, surveyed: Survey) -> Iterator[OutputFile]:
         if not self.options.receipt:
