@@ -151,11 +151,24 @@ def judge_result(
         lost = compare_checkpoints(root, back, hybrid_names=fixture.has_old_names, all_stages=False)
     except Exception as error:
         return BAD, f"accepted what torch cannot load, and the output differs: {error}; {differences[:5]}"
+    if not _has_lambda(root):  # then None and {} are the same, and each dialect writes its own
+        lost = [line for line in lost if not _ABSENT_LAMBDA.search(line)]
     return (
         (BAD, f"stored {stored}, not carried: {lost[:5]}; against the unmutated: {differences[:5]}")
         if lost
         else (CARRIED, "")
     )
+
+
+_ABSENT_LAMBDA = re.compile(r": lr_lambdas\[\d+\]: (NoneType instead of dict|dict instead of NoneType)$")
+
+
+def _has_lambda(root: Path) -> bool:
+    """Tell whether a scheduler holds the state of a lambda that is an object."""
+    from tests.compare import _load
+
+    states = [_load(path) for path in (root / "lr_scheduler").glob("*.pt")]
+    return any(value not in (None, {}) for state in states for value in state.get("lr_lambdas", ()))
 
 
 def _counts(name: str) -> bool:

@@ -435,7 +435,7 @@ def _reshape(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
     if change == "strided":  # the same values, stored in another order
         return tensor.t().contiguous().t() if tensor.dim() == 2 else torch.stack([tensor, tensor], -1)[..., 0]
     if change == "expanded":
-        return tensor.reshape(-1)[:1].expand(tensor.shape) if tensor.numel() else tensor
+        return tensor.reshape(-1)[0].expand(tensor.shape) if tensor.numel() else tensor
     if change == "dtype":
         return tensor.to(
             rng.choice([torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64, torch.bool])
