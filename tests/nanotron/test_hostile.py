@@ -495,6 +495,12 @@ DAMAGES: dict[str, tuple[str, Edit, str, tuple[str, ...]]] = {
         CONTRADICTION,
         (OPTIMIZER, "state 99"),
     ),
+    "states without names": (
+        TP2,
+        in_pt(OPTIMIZER, lambda c: c["names"].clear()),
+        CONTRADICTION,
+        (OPTIMIZER, "state 0 has no name"),
+    ),
     "scheduler lists": (
         HEAD,
         in_pt(HEAD_SCHEDULER, lambda s: s["base_lrs"].pop()),

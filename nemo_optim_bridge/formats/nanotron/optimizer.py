@@ -121,8 +121,8 @@ class _Reader:
         masters = _masters(root, path)
         names = _names(root, masters, path)
         for number, entries in root["state"].items():
-            if number not in names or not isinstance(entries, dict):
-                raise ContradictionError(f"state {number!r} has no name or no entries", path=path)
+            if not isinstance(entries, dict):
+                raise ContradictionError(f"state {number!r} has no entries", path=path)
         groups = root["param_groups"]
         hyperparameters = _groups(groups, names, path)
         numbers = sorted(names)
@@ -210,6 +210,12 @@ def _names(root: Mapping[str, Any], masters: Mapping[str, object] | None, path: 
     names = root.get("names")
     if not isinstance(names, dict):
         raise CorruptFileError("has no parameter names", path=path, hint="nanotron before v0.1 is not supported")
+    nameless = [number for number in root["state"] if number not in names]
+    if nameless:
+        raise ContradictionError(
+            f"state {nameless[0]!r} has no name ({len(nameless)} have none)", path=path,
+            hint="names was edited or cut: copy the file again from the original run",
+        )  # fmt: skip
     groups = root.get("param_groups")
     ids = sorted(_group_ids(groups, path))
     if masters is not None and set(ids) - set(names) and len(masters) == len(ids):
