@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,8 +10,12 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done or the same, 1 different or problems found, 2 refused or failed."""
     from nemo_optim_bridge.cli import run
+    from nemo_optim_bridge.cli.guard import end_rank
 
-    return run(sys.argv[1:] if argv is None else argv)
+    code = run(sys.argv[1:] if argv is None else argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_rank(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -55,3 +58,13 @@ def errors_reported(as_json: bool) -> Iterator[None]:
         what = f"{type(error).__name__}: {error}"
         typer.echo(f"error: unexpected {printable(what)}; nothing was written. Please report it", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
+
+
+def end_rank(code: int) -> NoReturn:
+    """End a process that torchrun started, without the interpreter's own end: torch's threads may abort that."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
