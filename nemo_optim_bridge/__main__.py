@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -11,9 +10,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done or the same, 1 different or problems found, 2 refused or failed."""
     from nemo_optim_bridge.cli import run
     from nemo_optim_bridge.cli.guard import end_rank
+    from nemo_optim_bridge.core.team import is_torchrun
 
     code = run(sys.argv[1:] if argv is None else argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_torchrun():
         end_rank(code)
     return code
 

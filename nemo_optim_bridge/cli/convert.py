@@ -20,6 +20,7 @@ from nemo_optim_bridge.cli.options import (
     VocabSize,
 )
 from nemo_optim_bridge.cli.output import carried, print_result, progress
+from nemo_optim_bridge.errors import TargetError
 
 if TYPE_CHECKING:
     from nemo_optim_bridge.formats.torch_dcp import ExportOptions
@@ -80,8 +81,11 @@ def convert(
             if is_leader:
                 print_result(exported, as_json)
             return
-        from nemo_optim_bridge.core.team import Workers
+        from nemo_optim_bridge.core.team import Workers, is_torchrun
         from nemo_optim_bridge.formats.torch_dist.convert import Options, plan_convert
+
+        if is_torchrun():
+            raise TargetError(f"--to {to} is done by one process", hint="run it without torchrun; see --workers")
 
         options = Options(
             to=to, key_style=key_style, container=container, target_ep=target_ep, no_decay=tuple(no_decay or ()),

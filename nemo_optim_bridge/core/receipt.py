@@ -69,12 +69,24 @@ def make_receipt(
         "sum_relative_tolerance": SUM_TOLERANCE,
         "vocab_size": vocab_size,
         "no_decay": None if source.no_decay is None else list(source.no_decay),
+        "steps": sorted({values["step"] for values in source.scalars.values() if values.get("step") is not None}),
+        "param_groups": _groups(source.scalars),
         "tensors": tensors,
         "scalars": {fqn: _plain(values) for fqn, values in source.scalars.items()},
         "replicas_compared": replicas,
         "findings": [finding.to_json() for finding in surveyed.findings],
         "remarks": remarks,
     }
+
+
+def _groups(scalars: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parameters that share all hyperparameters, as groups in order of first appearance."""
+    groups: dict[str, dict[str, Any]] = {}
+    for fqn, values in scalars.items():
+        shared = {key: value for key, value in _plain(values).items() if key != "step"}
+        group = groups.setdefault(repr(sorted(shared.items())), {"hyperparameters": shared, "fqns": []})
+        group["fqns"].append(fqn)
+    return list(groups.values())
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -69,7 +69,12 @@ def shares(weights: Sequence[int], members: int) -> list[list[int]]:
 
 def find_team(workers: int | None) -> Team:
     """Return the ranks that torchrun started, or worker processes of this machine: ``workers``, see ``Workers``."""
-    return Ranks.start() if "TORCHELASTIC_RUN_ID" in os.environ else Workers(workers)
+    return Ranks.start() if is_torchrun() else Workers(workers)
+
+
+def is_torchrun() -> bool:
+    """Tell whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class Workers:

@@ -112,6 +112,8 @@ def test_it_remembers_the_rule_that_the_user_gave(
     receipt = json.loads((out / FILE_NAME).read_text())
     assert NORM.removeprefix("model.") in receipt["no_decay"]
     assert receipt["scalars"][NORM.removeprefix("model.")]["weight_decay"] == 0.0
+    decays = {group["hyperparameters"]["weight_decay"] for group in receipt["param_groups"]}
+    assert len(decays) > 1 and 0.0 in decays
     assert any("--no-decay" in remark for remark in receipt["remarks"])
     for folder in (out, source):
         assert holds(folder, out / FILE_NAME, capsys) == (0, [])

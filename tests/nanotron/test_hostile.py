@@ -894,6 +894,16 @@ def test_a_source_that_is_replaced_after_planning(name: str, copy_of: Real, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_the_same_fault_on_two_ranks_is_told_of_both(copy_of: Real, refuse: Refuse) -> None:
+    root = copy_of(TP2)
+    files = sorted((root / "optimizer").glob("*.pt"))
+    for path in files:
+        edit_pt(path, lambda c: c["state"][1].update(exp_avg=c["state"][1]["exp_avg"][:-1].clone()))
+    message = refuse(root, "--tp 1", kind="ContradictionError")
+    assert message.count("exp_avg has dtype") == 2
+    assert all(path.name in message for path in files)
+
+
 def test_an_interrupt_leaves_nothing(real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = SegmentWriter.write
     written: list[Segment] = []

@@ -154,6 +154,9 @@ def test_a_receipt_holds_for_source_and_output(real: Real, reshard: Reshard, tmp
     assert {name: receipt[name] for name in DIGESTS} == {name: summary[name] for name in DIGESTS}
     assert receipt["scalars"][QKV]["step"] == 3.0
     assert receipt["scalars"][QKV]["betas"] == [0.9, 0.95]
+    assert receipt["steps"] == [3.0]
+    (group,) = receipt["param_groups"]
+    assert group["fqns"] == list(receipt["scalars"]) and group["hyperparameters"]["betas"] == [0.9, 0.95]
     entry = receipt["tensors"][f"{QKV}|exp_avg"]
     assert (entry["dtype"], entry["shape"], entry["elements_covered"]) == ("float32", [64, 32], 2048)
     assert entry["sources"] == [

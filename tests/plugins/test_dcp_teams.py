@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from nemo_optim_bridge.cli import run
 from nemo_optim_bridge.core.receipt import FILE_NAME
 from nemo_optim_bridge.core.team import Workers
 from nemo_optim_bridge.errors import CorruptFileError, OutputError
@@ -164,3 +165,13 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     assert ran.returncode != 0
     assert "bytes do not match their CRC-32" in ran.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_other_conversions_are_not_for_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    source = Path(__file__).parents[1] / "data/nemo/fused_dense/ckpt"
+    assert run(["convert", str(source), str(tmp_path / "out"), "--to", "distributed_fused_adam"]) == 2
+    assert "is done by one process. Run it without torchrun" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint, is
 from nemo_optim_bridge.formats.nanotron.config import Documents, ModelFacts
 from nemo_optim_bridge.formats.nanotron.dialects import Dialect
 from nemo_optim_bridge.formats.nanotron.entries import Entries
-from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, zero_slice
-from nemo_optim_bridge.formats.nanotron.names import EMBEDDING, LM_HEAD, block_of
+from nemo_optim_bridge.formats.nanotron.layout import ParamLayout
+from nemo_optim_bridge.formats.nanotron.names import EMBEDDING, LM_HEAD, WeightName, block_of, format_weight_name
 from nemo_optim_bridge.formats.nanotron.optimizer import OptimizerShard, Scalar, exact, remembered
 from nemo_optim_bridge.formats.nanotron.pipeline import blocks_of
 from nemo_optim_bridge.formats.nanotron.scheduler import Scheduler, read_scheduler
@@ -135,26 +134,23 @@ class Assembler:
         layout = self.weights.layouts[fqn]
         if self._only_on_first_tp(layout) and at.tp:
             return False
-        start, stop = self._slice(layout, at)
+        start, stop = layout.kept(self.topology, self.zero_stage, at.dp)
         return stop > start
 
     def _only_on_first_tp(self, layout: ParamLayout) -> bool:
         return is_row_bias(layout, self.weights.layouts)
 
-    def _slice(self, layout: ParamLayout, at: Coordinates) -> tuple[int, int]:
-        numel = prod(layout.local_shape(self.topology))
-        return zero_slice(numel, self.topology.dp, at.dp) if self.zero_stage else (0, numel)
-
     def _check_presence(self, stages: Sequence[Sequence[str]]) -> None:
         """Report parameters that a rank should have and lacks, or has and should not."""
         for fqn in {fqn for stage in stages for fqn in stage} - set(self.weights.layouts):
             shard = next(shard for shard in self.shards.values() if fqn in shard.fqns)
+            folder = (self.root / "model" / format_weight_name(WeightName(fqn))).parent
             self.problems.append(
                 MissingSourceError(
                     "optimizer state without a weight shard",
                     path=shard.path,
                     key=fqn,
-                    hint=f"copy the parameter's files below {self.root / 'model'} from the original run",
+                    hint=f"copy the parameter's files to {folder} from the original run, under their own names",
                 )
             )
         if self.problems:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,9 @@ from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import DTYPES, BoolArray, IntArray, TensorKey
 from nemo_optim_bridge.errors import BridgeError, ContradictionError
-from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, View, format_shape, zero_slice
+from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, View, format_shape, number_alike
 from nemo_optim_bridge.formats.nanotron.optimizer import Form, OptimizerShard, Scalar, exact
-from nemo_optim_bridge.formats.topology import Coordinates, Topology
+from nemo_optim_bridge.formats.topology import Topology
 
 States = Mapping[str, str | Scalar]
 
@@ -38,11 +36,7 @@ class Entries:
         self.hyperparameters: dict[str, Mapping[str, Any]] = {}
         self.problems: list[BridgeError] = []
         self._interned: dict[object, Any] = {}
-        patterns: dict[ParamLayout, int] = {}
-        self._pattern = {
-            fqn: patterns.setdefault(replace(layout, fqn=""), len(patterns)) for fqn, layout in layouts.items()
-        }
-        self._patterns = list(patterns)
+        self._pattern = number_alike(layouts)
         self._tensors: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def add(self, shard: OptimizerShard) -> None:
@@ -50,6 +44,7 @@ class Entries:
         kinds = [self._intern(kind) for kind in shard.kinds]
         groups = [self._intern(group) for group in shard.groups]
         masters = frozenset(shard.masters or ())
+        known_problems = len(self.problems)
         tensors: list[tuple[int, ...]] = []
         for fqn, kind, group in zip(shard.fqns, shard.kind.tolist(), shard.group.tolist(), strict=True):
             mine, here = kinds[kind], groups[group]
@@ -61,7 +56,7 @@ class Entries:
             if rows is None:
                 rows = self._tensors[fqn, id(mine)] = self._declare(fqn, mine, fqn in masters)
             tensors.append(rows)
-        if not self.problems:
+        if len(self.problems) == known_problems:
             self._enter(shard, tensors, np.array([fqn in masters for fqn in shard.fqns], np.bool_))
 
     def _intern(self, value: Mapping[str, Any]) -> Any:
@@ -90,8 +85,8 @@ class Entries:
         order = np.argsort(alike, kind="stable")
         for entries in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1) if len(order) else ():
             first = int(entries[0])
-            layout, form = self._patterns[int(pattern[first])], shard.forms[int(shard.form[first])]
-            flat = self._slice(layout, shard.at)
+            layout, form = self._layouts[shard.fqns[owner[first]]], shard.forms[int(shard.form[first])]
+            flat = layout.kept(self._topology, self._zero_stage, shard.at.dp)
             problem = self._problem(layout, form, flat, bool(is_master[first]))
             if problem:
                 for entry in entries.tolist():
@@ -114,10 +109,6 @@ class Entries:
             if layout.fqn in self._lost:
                 tensor = self._builder.tensor(TensorKey(layout.fqn, WEIGHT), layout.shape, layout.dtype)
                 self._builder.shard(tensor, view.region, self._topology.rank(shard.at), int(buffer[entry]), *view[1:])
-
-    def _slice(self, layout: ParamLayout, at: Coordinates) -> tuple[int, int]:
-        numel = prod(layout.local_shape(self._topology))
-        return zero_slice(numel, self._topology.dp, at.dp) if self._zero_stage else (0, numel)
 
     def _problem(self, layout: ParamLayout, form: Form, flat: tuple[int, int], is_master: bool) -> str | None:
         """Return why tensors of a form are not what a rank keeps of parameters of a layout, if so."""

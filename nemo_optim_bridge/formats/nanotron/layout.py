@@ -98,6 +98,11 @@ class ParamLayout:
             shape[self.dim] //= topology.tp * (topology.ep if self.experts else 1)
         return tuple(reversed(shape)) if self.is_transposed(topology) else tuple(shape)
 
+    def kept(self, topology: Topology, zero_stage: int, dp: int) -> tuple[int, int]:
+        """Return the flat half-open range of the local data whose optimizer state a data-parallel rank keeps."""
+        numel = prod(self.local_shape(topology))
+        return zero_slice(numel, topology.dp, dp) if zero_stage else (0, numel)
+
     def views(
         self,
         topology: Topology,
@@ -176,6 +181,12 @@ def _views(
                 offset = sum(o * s for o, s in zip(common.offsets, stride, strict=True)) - start
                 views.append(View(inside, offset, stride))
     return tuple(views)
+
+
+def number_alike(layouts: Mapping[str, ParamLayout]) -> dict[str, int]:
+    """Return a number for each parameter, the same for those that are cut alike, as in all decoder layers."""
+    numbers: dict[ParamLayout, int] = {}
+    return {fqn: numbers.setdefault(replace(layout, fqn=""), len(numbers)) for fqn, layout in layouts.items()}
 
 
 def zero_slice(numel: int, dp_size: int, dp: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from nemo_optim_bridge.formats.nanotron.checkpoint import (
 )
 from nemo_optim_bridge.formats.nanotron.config import target_documents
 from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
-from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, padded_vocab_size, shard_metadata, zero_slice
+from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, number_alike, padded_vocab_size, shard_metadata
 from nemo_optim_bridge.formats.nanotron.names import (
     EMBEDDING,
     LM_HEAD,
@@ -168,10 +168,7 @@ class _Layouter:
         self.layouts = self._layouts()
         self.stage_of = self._stages()
         self.stages = self._stage_parameters()
-        patterns: dict[ParamLayout, int] = {}
-        self._pattern = {
-            fqn: patterns.setdefault(replace(layout, fqn=""), len(patterns)) for fqn, layout in self.layouts.items()
-        }
+        self._pattern = number_alike(self.layouts)
 
     def outlines(self) -> Iterator[Outline]:
         """Yield all files, in the order in which they are written."""
@@ -304,10 +301,6 @@ class _Layouter:
         stem = path.removesuffix(".pt").rpartition("/")[2]
         return OutputFile(path, lay_out(self._state_dict(path, at), stem))
 
-    def _slice(self, layout: ParamLayout, at: Coordinates) -> tuple[int, int]:
-        numel = prod(layout.local_shape(self.topology))
-        return zero_slice(numel, self.topology.dp, at.dp) if self.zero_stage else (0, numel)
-
     def _state_dict(self, path: str, at: Coordinates) -> dict[str, Any]:
         """Return what a rank saves. An empty ZeRO-1 slice has no id, but its own group stays where there is one."""
         names: dict[int, str] = {}
@@ -316,7 +309,7 @@ class _Layouter:
             layout = self.layouts[fqn]
             if at.tp and is_row_bias(layout, self.layouts):
                 continue
-            start, stop = self._slice(layout, at)
+            start, stop = layout.kept(self.topology, self.zero_stage, at.dp)
             ids = [len(names)] if stop > start else []
             names.update(dict.fromkeys(ids, fqn))
             if self.dialect.group_per_parameter or not groups:
@@ -365,7 +358,7 @@ class _Layouter:
         for number, (fqn, state, dtype) in enumerate(entries):
             layout, pattern = self.layouts[fqn], self._pattern[fqn]
             if pattern not in alike:
-                start, stop = flats[pattern] = self._slice(layout, at)
+                start, stop = flats[pattern] = layout.kept(self.topology, self.zero_stage, at.dp)
                 shapes[pattern] = (stop - start,) if self.zero_stage else layout.local_shape(self.topology)
             alike.setdefault(pattern, []).append(number)
             tensor[number] = self.builder.tensor(TensorKey(fqn, state), layout.shape, dtype)

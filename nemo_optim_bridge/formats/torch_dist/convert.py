@@ -122,11 +122,6 @@ class Conversion:
             "problems": [],
         }
 
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes of data that ``run`` reads, roughly."""
-        return sum(self.sizes.values()) if self.options.receipt or self.options.exact_remainders else 0
-
     def run(
         self, team: Team | None = None, progress: Callable[[str, int], Progress] = lambda stage, total: ignore
     ) -> dict[str, Any]:
