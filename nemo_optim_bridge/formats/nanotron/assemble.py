@@ -366,8 +366,8 @@ class Assembler:
             yield f"{fqn}: has a weight but no optimizer state; it is carried as a frozen parameter"
         if scheduler is None:
             yield (
-                "lr_scheduler: the source has none, none is written; nanotron 0.4 does not resume without one: copy its "
-                "folder from the original run, then run again"
+                "lr_scheduler: the source has none, none is written; nanotron 0.4 does not resume without one: copy "
+                "its folder from the original run, then run again"
             )
 
 
