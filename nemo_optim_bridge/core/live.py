@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_optim_bridge.core.builder import ManifestBuilder
-from nemo_optim_bridge.core.gather import STAGING_BYTES, Gatherer, bounded_boxes, unsigned
+from nemo_optim_bridge.core.gather import Gatherer, bounded_boxes
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
 from nemo_optim_bridge.core.narrow import narrow
+from nemo_optim_bridge.core.places import Places, dot
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
-from nemo_optim_bridge.core.staging import Opener, Stager, open_device
+from nemo_optim_bridge.core.staging import Opener, open_device
 from nemo_optim_bridge.core.store import FileStore, Store
 from nemo_optim_bridge.errors import BridgeError, MissingSourceError, TargetError, raise_all
 
@@ -109,20 +107,15 @@ def execute_into(
     this returns or raises; a device's own failures are torch's RuntimeError.
     """
     gatherer = Gatherer(store)
-    with ExitStack() as stack:
-        places: dict[torch.device, _InPlace | Stager] = {}
-        for tensor in tensors:
-            if tensor.device not in places:
-                device = open_device(tensor.device)
-                places[tensor.device] = _InPlace() if device is None else stack.enter_context(Stager(device))
+    with Places({tensor.device for tensor in tensors}, open_device) as places:
         for piece in _pieces(plan):
             tensor = tensors[piece.target_buffer]
-            place = places[tensor.device]
+            place = places.on(tensor.device)
             dtype = plan.target.buffers[piece.target_buffer].dtype
             source_dtype = plan.source.buffers[piece.source_buffer].dtype
             for offsets, size in bounded_boxes(piece.shape, place.capacity // ITEMSIZE[dtype]):
-                source = piece.source_offset + _dot(offsets, piece.source_stride)
-                target = piece.target_offset + _dot(offsets, piece.target_stride)
+                source = piece.source_offset + dot(offsets, piece.source_stride)
+                target = piece.target_offset + dot(offsets, piece.target_stride)
                 view = place.view(tensor, dtype, size, target, piece.target_stride)
                 gatherer.gather(view, dtype, piece.source_buffer, source_dtype, source, piece.source_stride)
 
@@ -144,33 +137,3 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
             copy.region.shape, copy.source.buffer, int(source_offsets[number]), copy.source.stride,
             copy.target.buffer, int(target_offsets[number]), copy.target.stride,
         )  # fmt: skip
-
-
-class _InPlace:
-    """Gives the memory of CPU tensors itself."""
-
-    capacity = STAGING_BYTES
-
-    def __init__(self) -> None:
-        self._memory: dict[int, np.ndarray[Any, Any]] = {}
-
-    def view(
-        self, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...], offset: int, stride: tuple[int, ...]
-    ) -> np.ndarray[Any, Any]:
-        """Return a box of a tensor as an array of unsigned integers."""
-        kind = unsigned(dtype)
-        start = (tensor.storage_offset() + offset) * kind.itemsize
-        strides = tuple(s * kind.itemsize for s in stride)
-        return np.ndarray(shape, kind, self._bytes_of(tensor).data, start, strides)
-
-    def _bytes_of(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        import torch
-
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._memory:
-            self._memory[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        return self._memory[storage.data_ptr()]
-
-
-def _dot(offsets: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    return sum(o * s for o, s in zip(offsets, stride, strict=True))

@@ -89,6 +89,11 @@ class Stager:
         self._used = start + nbytes
         return np.ndarray(shape, kind, self._buffers[self._turn].numpy().data, start)
 
+    def finish(self) -> None:
+        """Send what is staged and return when all copies are over."""
+        self._send()
+        self._wait_for_all()
+
     def __enter__(self) -> Stager:
         return self
 
@@ -100,8 +105,7 @@ class Stager:
                 self._send()
         finally:
             self._boxes = []
-            for turn in range(NUM_BUFFERS):
-                self._wait(turn)
+            self._wait_for_all()
             self._buffers = []
 
     def _send(self) -> None:
@@ -109,6 +113,10 @@ class Stager:
             self._events[self._turn] = self._device.send(self._buffers[self._turn][: self._used], self._boxes)
             self._turn = (self._turn + 1) % NUM_BUFFERS
             self._boxes, self._used = [], 0
+
+    def _wait_for_all(self) -> None:
+        for turn in range(NUM_BUFFERS):
+            self._wait(turn)
 
     def _wait(self, turn: int) -> None:
         event, self._events[turn] = self._events[turn], None
@@ -120,11 +128,9 @@ class CudaDevice:
     """A CUDA device with a stream of its own for copies, and memory there in which buffers land."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin after everything that the current stream has been given, such as filling the tensors with zeros."""
         import torch
 
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             self._landing = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
 
@@ -141,9 +147,14 @@ class CudaDevice:
             ) from error
 
     def send(self, staged: torch.Tensor, boxes: Sequence[StagedBox]) -> Event:
-        """Queue one copy to the device, and from there into the tensors: the stream keeps their order."""
+        """Queue one copy to the device, and from there into the tensors: the stream keeps their order.
+
+        It begins after everything that the current stream has been given: filling the tensors with zeros, or the last
+        use of memory that is theirs now.
+        """
         import torch
 
+        self._stream.wait_stream(torch.cuda.current_stream(self._landing.device))
         with torch.cuda.stream(self._stream):
             landed = self._landing[: len(staged)].copy_(staged, non_blocking=True)
             scatter(landed, boxes)

@@ -14,11 +14,12 @@ from megatron.core import parallel_state
 from nemo.core.optim.distributed_adam import MegatronDistributedFusedAdam
 
 from nemo_optim_bridge.core.groups import Policy, scalar
+from nemo_optim_bridge.core.places import Places
 from nemo_optim_bridge.errors import BridgeError, TargetError
 from nemo_optim_bridge.plugins.nemo import masters
 from nemo_optim_bridge.plugins.nemo.agree import as_bridge_error, share
 from nemo_optim_bridge.plugins.nemo.alias import check_alias
-from nemo_optim_bridge.plugins.nemo.remainders import resync_weight
+from nemo_optim_bridge.plugins.nemo.remainders import resync_weight, set_weight
 from nemo_optim_bridge.plugins.nemo.report import RestoreReport
 from nemo_optim_bridge.plugins.nemo.restore import Facts, Restore, check_together, prepare
 
@@ -119,18 +120,17 @@ class DistributedFusedAdamBridge(MegatronDistributedFusedAdam):
                 new["lr"] = scalar(new["lr"])
         return state_dict
 
-    @torch.no_grad()
     def _resync(self, values: Sequence[torch.Tensor]) -> int:
         """Set model weights that hold (part of) the masters to what the masters need; return how many changed."""
         changed = 0
-        for parameter, master in zip(self.parameters(), values, strict=True):
-            bucket = self.state["buckets"][self.state[parameter]["fragments"][0].bucket_id]
-            if bucket.param_remainders_shard is not None:
-                changed += resync_weight(parameter, master)
-            elif bucket.params_shard is None:  # the weight itself is the master
-                value = master.to(parameter)
-                changed += int((parameter != value).sum())
-                parameter.copy_(value)
+        parameters = list(self.parameters())
+        with Places({parameter.device for parameter in parameters}) as places:
+            for parameter, master in zip(parameters, values, strict=True):
+                bucket = self.state["buckets"][self.state[parameter]["fragments"][0].bucket_id]
+                if bucket.param_remainders_shard is not None:
+                    changed += resync_weight(parameter, master, places)
+                elif bucket.params_shard is None:  # the weight itself is the master
+                    changed += set_weight(parameter, master, places)
         return changed
 
     def _refuse_lossy(self) -> None:
