@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ class BridgeError(Exception):
         return type(self)(
             self.problem, path=path, key=self.key, region=self.region, rank=self.rank, hint=self.hint
         )  # fmt: skip
+
+    def told_by(self, rank: int) -> Self:
+        """Return the same error as other ranks hear of it."""
+        told = copy(self)
+        told.args = (f"rank {rank} failed: {self}",)
+        return told
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the fields when an error travels from a worker process or another rank."""

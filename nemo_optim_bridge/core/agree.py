@@ -1,82 +1,100 @@
-"""Let the ranks of a process group fail together: what stops one of them stops all, with its error."""
+"""Let the ranks of a process group fail together: what stops one of them stops all, with its error.
+
+Called by all ranks of ``group`` (None: of the default one), in the same order; without a process group the work is done
+here alone. A rank that fails raises its own error. Every other rank raises the lowest failing rank's, of the same
+type and with the same fields, or a BridgeError that quotes one which is not the package's own. Results travel between
+ranks; the work itself must not communicate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from nemo_optim_bridge import errors
-from nemo_optim_bridge.errors import BridgeError
-
-if TYPE_CHECKING:
-    import torch
+from nemo_optim_bridge.errors import BridgeError, OutputError
 
 Result = TypeVar("Result")
 
-_MAX_MESSAGE = 20_000  # characters
+
+def exchange(work: Callable[[], Result], group: Any = None) -> list[Result]:
+    """Do ``work`` on every rank and return what each of them got, by rank."""
+    size = _size(group)
+    if size == 1:
+        return [work()]
+    from torch import distributed
+
+    mine = _attempt(work)
+    outcomes: list[Any] = [None] * size
+    with _peers():
+        distributed.all_gather_object(outcomes, mine.told(distributed.get_rank(group)), group=group)
+    mine.get()
+    return [outcome.get() for outcome in outcomes]
 
 
 def together(action: Callable[[], Result], group: Any = None) -> Result:
-    """Run ``action`` on every rank of ``group`` and return its result where all ranks succeeded.
+    """Run ``action`` on every rank and return what this rank got, which no other rank hears of."""
+    mine: list[Result] = []
+    exchange(lambda: mine.append(action()), group)
+    return mine[0]
 
-    Called by all ranks of the group (None: of the default one); without a process group it only calls the action.
-    A rank that fails raises its own error. Every other rank raises the error of the lowest failing rank, of the same
-    type, with that rank in the message. The action itself must not communicate.
-    """
+
+def lead(action: Callable[[], Result], group: Any = None) -> Result:
+    """Run ``action`` on rank 0 alone and return its result on all; its error concerns all ranks alike."""
+    if _size(group) == 1:
+        return action()
+    from torch import distributed
+
+    is_leader = distributed.get_rank(group) == 0
+    mine = _attempt(action) if is_leader else None
+    outcomes: list[Any] = [mine.told() if mine else None]
+    with _peers():
+        distributed.broadcast_object_list(
+            outcomes, 0 if group is None else distributed.get_global_rank(group, 0), group=group
+        )
+    outcome: _Outcome[Result] = mine or outcomes[0]
+    return outcome.get()
+
+
+class _Outcome(NamedTuple, Generic[Result]):
+    """What became of some work."""
+
+    results: tuple[Result, ...] = ()
     failure: Exception | None = None
-    result: Any = None
+
+    def get(self) -> Result:
+        """Return the result, or raise what came instead."""
+        if self.failure is not None:
+            raise self.failure
+        return self.results[0]
+
+    def told(self, by: int | None = None) -> _Outcome[Result]:
+        """Return it as other ranks hear of it; ``by`` is the rank that failed, where that is of interest."""
+        error = self.failure
+        if error is None:
+            return self
+        if not isinstance(error, BridgeError):
+            error = BridgeError(f"{type(error).__name__}: {error}")
+        return _Outcome(failure=error if by is None else error.told_by(by))
+
+
+def _attempt(work: Callable[[], Result]) -> _Outcome[Result]:
     try:
-        result = action()
+        return _Outcome((work(),))
     except Exception as error:
-        failure = error
-    told = _lowest_failure(failure, group)
-    if failure is not None:
-        raise failure
-    if told is not None:
-        raise told
-    final: Result = result
-    return final
+        return _Outcome(failure=error)
 
 
-def _lowest_failure(failure: Exception | None, group: Any) -> BridgeError | None:
-    """Return the error of the lowest failing rank of the group, or None when there is none."""
-    import torch
+def _size(group: Any) -> int:
     from torch import distributed
 
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size(group) == 1:
-        return None
-    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-    lowest = torch.tensor([size if failure is None else rank], dtype=torch.int64, device=_device(group))
-    distributed.all_reduce(lowest, distributed.ReduceOp.MIN, group=group)
-    failing = int(lowest.item())
-    if failing == size:
-        return None
-    told: list[Any] = [_description(failure) if rank == failing else None]
-    source = failing if group is None else distributed.get_global_rank(group, failing)
-    distributed.broadcast_object_list(told, source, group=group)
-    return _error(failing, *told[0])
+    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _device(group: Any) -> torch.device:
-    """Return where the group's collectives want their tensors."""
-    import torch
-    from torch import distributed
-
-    return torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
-
-
-def _description(failure: Exception | None) -> tuple[str, str]:
-    """Return the name of an error's type and its message, as text."""
-    if isinstance(failure, BridgeError):
-        return type(failure).__name__, str(failure)[:_MAX_MESSAGE]
-    return "BridgeError", f"{type(failure).__name__}: {failure}"[:_MAX_MESSAGE]
-
-
-def _error(rank: int, kind: str, message: str) -> BridgeError:
-    """Return the error that another rank described."""
-    cls = getattr(errors, kind, BridgeError)
-    if not (isinstance(cls, type) and issubclass(cls, BridgeError)):
-        cls = BridgeError
-    error = cls(f"rank {rank} failed: {message}")
-    error.rank = rank
-    return error
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Say it clearly when a collective fails because a rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OutputError("another rank ended before its work was done") from error

@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from nemo_optim_bridge.core.agree import exchange, lead
 from nemo_optim_bridge.errors import BridgeError, OutputError, TargetError
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ class Ranks:
     """The ranks of a torch.distributed process group, the default one when None; every rank runs the same program."""
 
     def __init__(self, group: Any = None) -> None:
-        import torch.distributed
+        from torch import distributed
 
-        self._dist, self.group = torch.distributed, group
-        self.rank, self.num_ranks = self._dist.get_rank(group), self._dist.get_world_size(group)
+        self.group = group
+        self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
 
     @classmethod
     def start(cls) -> Ranks:
@@ -231,42 +231,8 @@ class Ranks:
 
     def lead(self, action: Callable[[], Result]) -> Result:
         """Run an action on rank 0; every rank gets its result or its error."""
-        outcomes: list[Any] = [self._outcome(action) if self.is_leader else None]
-        source = 0 if self.group is None else self._dist.get_global_rank(self.group, 0)
-        with _peers():
-            self._dist.broadcast_object_list(outcomes, source, group=self.group)
-        result: Result = _results(outcomes)[0]
-        return result
+        return lead(action, self.group)
 
     def gather(self, work: Callable[[], Result]) -> list[Result]:
         """Run work on every rank and exchange the results; every rank raises when one fails."""
-        outcomes: list[Any] = [None] * self.num_ranks
-        outcome = self._outcome(work)
-        with _peers():
-            self._dist.all_gather_object(outcomes, outcome, group=self.group)
-        return _results(outcomes)
-
-    def _outcome(self, work: Callable[[], Any]) -> tuple[Any, BridgeError | None]:
-        try:
-            return work(), None
-        except BridgeError as error:
-            return None, error
-        except Exception as error:
-            return None, OutputError(f"{type(error).__name__}: {error}", rank=self.rank)
-
-
-@contextmanager
-def _peers() -> Iterator[None]:
-    """Say it clearly when a collective fails because a rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise OutputError("another rank ended before its work was done") from error
-
-
-def _results(outcomes: Sequence[tuple[Any, BridgeError | None]]) -> list[Any]:
-    """Return the results of all, or raise the first error."""
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [result for result, _ in outcomes]
+        return exchange(work, self.group)

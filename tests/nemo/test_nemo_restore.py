@@ -17,7 +17,7 @@ from nemo_optim_bridge.errors import (  # noqa: E402
     ParamGroupError,
     UnknownFormatError,
 )
-from nemo_optim_bridge.plugins.nemo.agree import as_bridge_error  # noqa: E402
+from nemo_optim_bridge.plugins.nemo.refusing import refusing  # noqa: E402
 from nemo_optim_bridge.plugins.nemo.restore import Facts, check_together, prepare, read_arrived  # noqa: E402
 
 HYPER = {"lr": 5e-4, "betas": (0.8, 0.9), "eps": 1e-6, "bias_correction": True}
@@ -196,9 +196,13 @@ def test_moments_without_a_step_are_an_error():
 
 
 def test_unforeseen_errors_become_the_projects_own():
-    original = KeyError("x")
-    wrapped = as_bridge_error(original)
-    assert isinstance(wrapped, CheckpointError)
-    assert wrapped.__cause__ is original
-    known = BridgeError("known")
-    assert as_bridge_error(known) is known
+    def fail(error):
+        raise error
+
+    original, known = KeyError("x"), BridgeError("known")
+    with pytest.raises(CheckpointError) as raised:
+        refusing(lambda: fail(original))()
+    assert raised.value.__cause__ is original
+    with pytest.raises(BridgeError) as raised:
+        refusing(lambda: fail(known))()
+    assert raised.value is known

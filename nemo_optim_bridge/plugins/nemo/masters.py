@@ -21,9 +21,10 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
+from nemo_optim_bridge.core.agree import together
 from nemo_optim_bridge.errors import BridgeError, CheckpointError, MissingSourceError, TargetError, raise_all
 from nemo_optim_bridge.formats.torch_dist import MASTER_PREFIXES, STOCK_FACTORY_PREFIX, UNIFORM_PREFIX, stored_tensors
-from nemo_optim_bridge.plugins.nemo.agree import as_bridge_error, share
+from nemo_optim_bridge.plugins.nemo.refusing import refusing
 
 KEY_STYLES = ("auto", "uniform", "stock")
 
@@ -121,17 +122,14 @@ def _respell(asked: Any, bound: inspect.BoundArguments, original: Callable[..., 
     path = os.fspath(bound.arguments["checkpoint_dir"])
     entries = [entry for entry in _leaves(asked) if hasattr(entry, _MARK)]
     request: Request = getattr(entries[0], _MARK)
-    problem: BridgeError | None = None
-    keys: dict[int, str] = {}
-    from_weights = False
-    try:
+
+    def find() -> tuple[dict[int, str], bool]:
         stored = stored_tensors(path)
         from_weights = not any(key.startswith(MASTER_PREFIXES) for key in stored)
-        find = functools.partial(_weight_key, request) if from_weights else _master_key
-        keys = _find_all(entries, stored, path, find)
-    except Exception as error:
-        problem = as_bridge_error(error)
-    share(problem, None)
+        find_one = functools.partial(_weight_key, request) if from_weights else _master_key
+        return _find_all(entries, stored, path, find_one), from_weights
+
+    keys, from_weights = together(refusing(find))
     for entry in entries:
         entry.key = keys[id(entry)]
     request.checkpoint = path

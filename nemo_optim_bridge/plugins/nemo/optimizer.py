@@ -6,19 +6,20 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from nemo.core.optim.distributed_adam import MegatronDistributedFusedAdam
 
+from nemo_optim_bridge.core.agree import exchange
 from nemo_optim_bridge.core.groups import Policy, scalar
 from nemo_optim_bridge.core.places import Places
-from nemo_optim_bridge.errors import BridgeError, TargetError
+from nemo_optim_bridge.errors import TargetError
 from nemo_optim_bridge.plugins.nemo import masters
-from nemo_optim_bridge.plugins.nemo.agree import as_bridge_error, share
 from nemo_optim_bridge.plugins.nemo.alias import check_alias
+from nemo_optim_bridge.plugins.nemo.refusing import refusing
 from nemo_optim_bridge.plugins.nemo.remainders import resync_weight, set_weight
 from nemo_optim_bridge.plugins.nemo.report import RestoreReport
 from nemo_optim_bridge.plugins.nemo.restore import Facts, Restore, check_together, prepare
@@ -89,17 +90,16 @@ class DistributedFusedAdamBridge(MegatronDistributedFusedAdam):
         Called by all ranks, after the model's weights were loaded. ``state_dict`` is what megatron-core's load made
         of ``sharded_state_dict``; it is not changed. When this raises, the optimizer is as it was.
         """
-        restore: Restore | None = None
-        problem: BridgeError | None = None
-        try:
+        prepared: list[Restore] = []
+
+        def check() -> Facts:
             _refuse_expert_parallel()
             self._refuse_lossy()
-            restore = prepare(state_dict, self.param_groups, self.hyperparameter_policy)
-        except Exception as error:
-            problem = as_bridge_error(error)
-        told = share(problem, restore.facts if restore else None)
-        restore = cast(Restore, restore)  # share() raises when there is a problem
-        facts = cast("list[Facts]", told)
+            prepared.append(prepare(state_dict, self.param_groups, self.hyperparameter_policy))
+            return prepared[0].facts
+
+        facts = exchange(refusing(check))  # NeMo's optimizer communicates over the default group as well
+        restore = prepared[0]
         check_together(facts, restore.arrived.saved_groups, self.param_groups, self.allow_cold_optimizer)
         super().load_state_dict(self._as_kept(restore))
         self.restore_report = self._report(restore, self._resync(restore.masters))
