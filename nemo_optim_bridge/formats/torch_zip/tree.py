@@ -15,7 +15,7 @@ from nemo_optim_bridge.formats.torch_zip.dtypes import MAX_NDIM, STORAGE_CLASS
 from nemo_optim_bridge.formats.torch_zip.window import Window
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # freezing takes as long as all the rest of making one
 class StoredStorage:
     """A storage of ``numel`` elements at the start of a record."""
 
@@ -24,7 +24,7 @@ class StoredStorage:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StoredTensor:
     """A strided view of a record; ``stride`` and ``storage_offset`` are in elements from the record's start."""
 
