@@ -136,14 +136,33 @@ class MemoryStore:
         out[:] = self._buffers[buffer][offset : offset + len(out)]
 
 
-def identify(path: Path) -> Identity:
+def identify(path: str | os.PathLike[str]) -> Identity:
     """Return what tells a file from a later version of itself: inode, size, modification time.
 
     To be called before the file's headers are read. Raises CorruptFileError when it is no regular file, so that
     nothing waits for a pipe, and MissingSourceError when there is none.
     """
+    return _identify_regular(path, path)
+
+
+def open_identified(path: str | os.PathLike[str]) -> tuple[int, Identity]:
+    """Return a descriptor of a file, for reading, and what ``identify`` would; raises what that raises."""
     try:
-        status = path.stat()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise MissingSourceError("file is missing", path=path) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        return descriptor, _identify_regular(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _identify_regular(file: int | str | os.PathLike[str], path: str | os.PathLike[str]) -> Identity:
+    try:
+        status = os.stat(file)
     except FileNotFoundError:
         raise MissingSourceError("file is missing", path=path) from None
     except OSError as error:
