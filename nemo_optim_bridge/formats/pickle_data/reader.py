@@ -69,15 +69,6 @@ class _Machine(pickle.Unpickler):
         self._opaque = opaque
         self._old_names = old_names  # Python 2's, which protocol 2 writes
         self._budget = budget  # bytes that calls may still copy
-        self._handlers = (
-            self._newobj, self._build, self._setitems, self._appends, self._persid, self._fill_build,
-        )  # fmt: skip
-        self._always: Mapping[tuple[str, str], Callable[..., object]] = {
-            ("collections", "OrderedDict"): _ordered_dict,
-            ("_codecs", "encode"): self._encode,
-            ("builtins", "bytes"): _empty_bytes,
-            ("builtins", "set"): self._set,
-        }
 
     def find_class(self, module: str, name: str) -> Any:
         if self._old_names:
@@ -87,7 +78,7 @@ class _Machine(pickle.Unpickler):
                 module = IMPORT_MAPPING.get(module, module)
         value = self._allow.get((module, name), self)
         if value is self:
-            value = self._always.get((module, name))
+            value = self._always(module, name)
             if value is None:
                 if self._opaque:
                     return Global(module, name)
@@ -99,7 +90,17 @@ class _Machine(pickle.Unpickler):
         return Global(module, name, value) if callable(value) and not isinstance(value, Global) else value
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._handlers[pid[2]](pid[0], pid[1])
+        return _HANDLERS[pid[2]](self, pid[0], pid[1])
+
+    def _always(self, module: str, name: str) -> Callable[..., object] | None:
+        """Return what a name stands for in every pickle, if it does."""
+        always: Mapping[tuple[str, str], Callable[..., object]] = {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("_codecs", "encode"): self._encode,
+            ("builtins", "bytes"): _empty_bytes,
+            ("builtins", "set"): self._set,
+        }
+        return always.get((module, name))
 
     def _newobj(self, function: object, args: object) -> object:
         if type(function) is not Global or type(args) is not tuple:
@@ -186,6 +187,12 @@ class _Machine(pickle.Unpickler):
 
     def _corrupt(self, problem: str) -> CorruptFileError:
         return CorruptFileError(f"malformed pickle: {problem}", path=self._path)
+
+
+#: By the numbers that ``admit`` hands over. No machine holds a method of its own: it goes with its last user.
+_HANDLERS: Final[tuple[Callable[[_Machine, Any, Any], object], ...]] = (
+    _Machine._newobj, _Machine._build, _Machine._setitems, _Machine._appends, _Machine._persid, _Machine._fill_build,
+)  # fmt: skip
 
 
 def _ordered_dict() -> OrderedDict[object, object]:

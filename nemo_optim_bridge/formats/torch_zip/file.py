@@ -135,6 +135,6 @@ def _index(window: Window, opaque: bool) -> TorchFile:
     pickled = window.read_exactly(records["data.pkl"].offset, records["data.pkl"].nbytes)
     rebuilder = Rebuilder(records, window)
     root = pickle_data.loads(
-        pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage, opaque=opaque
+        pickled, path=window.path, allow=rebuilder.allow(), persistent_load=rebuilder.storage, opaque=opaque
     )
     return TorchFile(window.path, folder, root, records, window.data)

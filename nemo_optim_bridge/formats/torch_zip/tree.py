@@ -86,7 +86,10 @@ class Rebuilder:
         self._records = records
         self._window = window
         self._storages: dict[str, StoredStorage] = {}
-        self.allow: dict[tuple[str, str], object] = {
+
+    def allow(self) -> dict[tuple[str, str], object]:
+        """Return what torch's names stand for in the file's pickle."""
+        return {
             **_CONSTANTS,
             ("torch._utils", "_rebuild_tensor"): self._tensor,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
