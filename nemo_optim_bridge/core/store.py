@@ -136,13 +136,19 @@ class MemoryStore:
         out[:] = self._buffers[buffer][offset : offset + len(out)]
 
 
-def identify(path: str | os.PathLike[str]) -> Identity:
+def identify(path: Path) -> Identity:
     """Return what tells a file from a later version of itself: inode, size, modification time.
 
     To be called before the file's headers are read. Raises CorruptFileError when it is no regular file, so that
     nothing waits for a pipe, and MissingSourceError when there is none.
     """
-    return _identify_regular(path, path)
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise MissingSourceError("file is missing", path=path) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return _regular(status, path)
 
 
 def open_identified(path: str | os.PathLike[str]) -> tuple[int, Identity]:
@@ -154,19 +160,13 @@ def open_identified(path: str | os.PathLike[str]) -> tuple[int, Identity]:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        return descriptor, _identify_regular(descriptor, path)
+        return descriptor, _regular(os.fstat(descriptor), path)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _identify_regular(file: int | str | os.PathLike[str], path: str | os.PathLike[str]) -> Identity:
-    try:
-        status = os.stat(file)
-    except FileNotFoundError:
-        raise MissingSourceError("file is missing", path=path) from None
-    except OSError as error:
-        raise unreadable(path, error) from error
+def _regular(status: os.stat_result, path: str | os.PathLike[str]) -> Identity:
     if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError("is not a regular file", path=path)
     return _identity(status)

@@ -128,7 +128,7 @@ def list_folder(folder: Path, *, deep: bool = False) -> list[str]:
     while pending:
         current, depth = pending.pop()
         try:
-            status = os.stat(current)
+            status = Path(current).stat()
             with os.scandir(current) as inside:
                 entries = [(entry.path, deep and _is_folder(entry)) for entry in inside]
         except FileNotFoundError:
@@ -148,7 +148,7 @@ def list_folder(folder: Path, *, deep: bool = False) -> list[str]:
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     """Tell whether an entry is a folder, or a link to one; a link to nowhere is none."""
-    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and Path(entry.path).is_dir())
 
 
 def _is_lost(layout: ParamLayout, topology: Topology) -> bool:
@@ -235,7 +235,7 @@ def _check(layout: ParamLayout, shards: Sequence[WeightShard], topology: Topolog
     fqn = layout.fqn
     if not layout.is_sharded:
         if len(shards) > 1:
-            paths = ", ".join(os.path.basename(shard.path) for shard in shards)
+            paths = ", ".join(Path(shard.path).name for shard in shards)
             yield ContradictionError(f"stored both sharded and whole ({paths})", path=shards[0].path, key=fqn)
         return
     num_parts = topology.tp * (topology.ep if layout.experts else 1)

@@ -165,21 +165,21 @@ def read_records(window: Window) -> tuple[str, dict[str, Record]]:
 
 def _member_names(names: list[bytes], window: Window) -> tuple[str, list[str]]:
     """Return the one folder that all members lie in, and their names in it; refuse any that is no plain path."""
+    folder = names[0].partition(b"/")[0] if names else b""
+    prefix = folder + b"/"
+    for name in names:
+        if not name.startswith(prefix):
+            raise window.corrupt(f"has a member {_quote(name)} outside of its folder {_quote(folder)}")
     try:
-        joined = b"\n".join(names).decode("utf-8")
+        text = b"\n".join([folder, *(name[len(prefix) :] for name in names)]).decode("utf-8")
     except UnicodeDecodeError:
         raise window.corrupt("has member names that are not UTF-8") from None
-    listed = joined.split("\n") if names else []
-    if len(listed) != len(names):
+    listed = text.split("\n")
+    if len(listed) != 1 + len(names):
         raise window.corrupt("has a member name with a line break")
-    if names and is_tricky(joined):
+    if names and is_tricky(text):
         raise window.corrupt("has a member name that is not a plain relative path")
-    folder = listed[0].partition("/")[0] if listed else ""
-    prefix = folder + "/"
-    for member, name in zip(listed, names, strict=True):
-        if not member.startswith(prefix):
-            raise window.corrupt(f"has a member {_quote(name)} outside of its folder {folder[:80]!r}")
-    return folder, [member[len(prefix) :] for member in listed]
+    return listed[0], listed[1:]
 
 
 def _quote(name: bytes) -> str:
