@@ -7,7 +7,7 @@ from typing import Final
 
 from nemo_optim_bridge.errors import CorruptFileError
 
-_AHEAD: Final = 1 << 16  # bytes read at once where fewer are asked for: small records lie side by side
+_AHEAD: Final = 1 << 14  # bytes read at once where fewer are asked for: small records lie side by side
 
 
 class Window:
