@@ -13,6 +13,7 @@ from nemo_optim_bridge.formats.torch_zip.structs import (
     END64,
     END64_SIGNATURE,
     END_SIGNATURE,
+    FOLDER,
     HAS_DESCRIPTOR,
     LOCAL,
     LOCAL_SIGNATURE,
@@ -91,7 +92,7 @@ def _read_entries(window: Window, start: int, stop: int, count: int) -> list[_En
             raise window.corrupt("has fewer directory entries than it says")
         (
             signature, _, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length, comment_length,
-            disk, _, _, header,
+            disk, _, attributes, header,
         ) = unpack(directory, position)  # fmt: skip
         name_stop = position + width + name_length
         if signature != CENTRAL_SIGNATURE or name_stop + extra_length > limit or disk or comment_length:
@@ -99,6 +100,8 @@ def _read_entries(window: Window, start: int, stop: int, count: int) -> list[_En
         name = directory[position + width : name_stop]
         if method or flags & ~(HAS_DESCRIPTOR | UTF8):
             raise window.corrupt(f"has a compressed or encrypted member {_quote(name)}; torch stores them plain")
+        if attributes & FOLDER:
+            raise window.corrupt(f"has a member {_quote(name)} marked as a folder, which torch would not read")
         if nbytes == UINT32 or packed == UINT32 or header == UINT32:
             nbytes, packed, header = _zip64_sizes(
                 directory[name_stop : name_stop + extra_length], nbytes, packed, header, window
