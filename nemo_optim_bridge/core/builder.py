@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -49,8 +50,8 @@ class ManifestBuilder:
         spec = TensorSpec(key, tuple(shape), dtype)
         row = self._rows.setdefault(key, len(self._specs))
         if row == len(self._specs):
-            if problem := _spec_problem(spec):
-                self._problems.append(problem)
+            if problem := _spec_problem(spec.shape, dtype):
+                self._problems.append(ContradictionError(problem, key=key))
                 self._broken_tensors.add(row)
                 spec = TensorSpec(key, (), dtype)
             self._specs.append(spec)
@@ -157,14 +158,15 @@ def _columns(values: array[int], width: int) -> npt.NDArray[Any]:
     return np.frombuffer(values, np.int64).reshape(-1, width) if values else np.zeros((0, width), np.int64)
 
 
-def _spec_problem(spec: TensorSpec) -> ContradictionError | None:
+@lru_cache(maxsize=1 << 10)  # layers repeat each other
+def _spec_problem(shape: tuple[int, ...], dtype: str) -> str | None:
     """Return what is wrong with a tensor's declaration, if anything is."""
-    if any(size < 0 for size in spec.shape):
-        return ContradictionError(f"negative size in shape {spec.shape}", key=spec.key)
-    if prod(max(size, 1) for size in spec.shape) > LARGEST:
-        return ContradictionError(f"shape {spec.shape} has more than 2**53 elements", key=spec.key)
-    if spec.dtype not in ITEMSIZE:
-        return ContradictionError(f"unknown dtype {spec.dtype}", key=spec.key)
+    if any(size < 0 for size in shape):
+        return f"negative size in shape {shape}"
+    if prod(max(size, 1) for size in shape) > LARGEST:
+        return f"shape {shape} has more than 2**53 elements"
+    if dtype not in ITEMSIZE:
+        return f"unknown dtype {dtype}"
     return None
 
 

@@ -148,6 +148,25 @@ def identify(path: Path) -> Identity:
         raise MissingSourceError("file is missing", path=path) from None
     except OSError as error:
         raise unreadable(path, error) from error
+    return _regular(status, path)
+
+
+def open_identified(path: str | os.PathLike[str]) -> tuple[int, Identity]:
+    """Return a descriptor of a file, for reading, and what ``identify`` would; raises what that raises."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise MissingSourceError("file is missing", path=path) from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        return descriptor, _regular(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _regular(status: os.stat_result, path: str | os.PathLike[str]) -> Identity:
     if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError("is not a regular file", path=path)
     return _identity(status)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
-from nemo_optim_bridge.core.manifest import ITEMSIZE
+from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity
+from nemo_optim_bridge.core.store import open_identified
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, unreadable
 
 #: A header with one tensor takes a few hundred bytes.
-MAX_HEADER_BYTES: Final = 1 << 20
+MAX_HEADER_BYTES: Final = 1 << 16
+_HEAD_BYTES: Final = 1 << 10
 _MAX_NDIM: Final = 64
 _DTYPES = {
     "F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn",
@@ -30,7 +32,7 @@ class StoredArray:
 
     dtype: str
     shape: tuple[int, ...]
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(hash=False)
     offset: int
 
     @property
@@ -39,34 +41,44 @@ class StoredArray:
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-def read_single_tensor(path: Path, key: str) -> StoredArray:
+def read_single_tensor(path: str | os.PathLike[str], key: str) -> tuple[StoredArray, Identity]:
     """Read the header of a file that holds exactly the tensor ``key``, by pread: nothing is mapped into memory.
+
+    Returns the file's identity too. Files with the same header share one StoredArray.
 
     Raises CorruptFileError for anything else, MissingSourceError when there is no file.
     """
     try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            text = os.pread(file.fileno(), length, 8)
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        dtype, shape, metadata = _fields(header, key)
-    except FileNotFoundError:
+        descriptor, identity = open_identified(path)
+    except MissingSourceError:
         raise MissingSourceError("weight shard is missing", path=path) from None
+    size = identity[1]
+    try:
+        head = os.pread(descriptor, _HEAD_BYTES, 0)
+        length = int.from_bytes(head[:8], "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        found = _parse(head[8 : 8 + length] if 8 + length <= len(head) else os.pread(descriptor, length, 8), key)
+        if size != found.offset + found.nbytes:
+            raise ValueError(f"{size - found.offset} bytes of data for {found.dtype} {list(found.shape)}")
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(
             f"not a valid safetensors file: {error}", path=path, hint="copy the file again from the original run"
         ) from error
-    found = StoredArray(dtype, shape, metadata, 8 + length)
-    if header[key]["data_offsets"] != [0, found.nbytes] or size != found.offset + found.nbytes:
-        raise CorruptFileError(
-            f"not a valid safetensors file: {size - found.offset} bytes of data at {header[key]['data_offsets']} for "
-            f"{dtype} {list(shape)}", path=path, hint="copy the file again from the original run",
-        )  # fmt: skip
+    finally:
+        os.close(descriptor)
+    return found, identity
+
+
+@lru_cache(maxsize=1 << 10)  # layers repeat each other
+def _parse(text: bytes, key: str) -> StoredArray:
+    """Return what a header says of its only tensor; raises ValueError for anything else."""
+    header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    found = StoredArray(*_fields(header, key), 8 + len(text))
+    if header[key]["data_offsets"] != [0, found.nbytes]:
+        raise ValueError(f"data at {header[key]['data_offsets']} for {found.dtype} {list(found.shape)}")
     return found
 
 

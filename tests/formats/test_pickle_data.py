@@ -144,6 +144,16 @@ def test_persistent_ids():
         loads(data)
 
 
+@pytest.mark.parametrize("code", [b"K" + bytes([code]) for code in range(5)] + [b"C\x01\x01", b"C\x01\x02"])
+def test_a_persistent_id_cannot_pass_for_an_opcode(code):
+    data = b"\x80\x04](K\x07K\x08t" + code + b"\x87Q."
+    assert type(loads(data, persistent_load=lambda pid: pid)) is tuple
+    with pytest.raises(CorruptFileError, match="outside"):
+        loads(data)
+    with pytest.raises(UnsafePickleError, match="BYTEARRAY8"):
+        loads(data.replace(code, b"\x96" + (1).to_bytes(8, "little") + b"\x02"), persistent_load=lambda pid: pid)
+
+
 class Node:
     """Like an OmegaConf container: state with a reference back to the parent."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
 from nemo_optim_bridge.formats.safetensors_header import format_header, read_single_tensor
 
@@ -32,7 +33,8 @@ def test_what_the_library_wrote(dtype: str, shape: tuple[int, ...], tmp_path: Pa
     tensor = torch.ones(shape).to(getattr(torch, dtype))
     path = tmp_path / "x.safetensors"
     save_file({"data": tensor}, path, metadata={"version": "1.2"})
-    found = read_single_tensor(path, "data")
+    found, identity = read_single_tensor(path, "data")
+    assert identity == identify(path)
     assert (found.dtype, found.shape, found.metadata) == (dtype, shape, {"version": "1.2"})
     assert found.nbytes == tensor.numel() * tensor.element_size()
     assert path.read_bytes()[found.offset :] == bytes(tensor.view(torch.uint8).flatten().tolist() if shape else

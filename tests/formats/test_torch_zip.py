@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import os
 import pickle
@@ -379,3 +380,15 @@ def test_works_without_torch():
     """)
     root = str(Path(__file__).parents[2])
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": root})
+
+
+def test_nothing_that_was_read_is_left_to_the_cycle_collector():
+    data = saved({"a": [torch.ones(2), torch.nn.Parameter(torch.ones(3))], "b": OrderedDict(c={1})})
+    read_torch_bytes(data, path="x")
+    gc.collect()
+    gc.disable()
+    try:
+        read_torch_bytes(data, path="x")
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -164,6 +164,7 @@ LOCAL, CENTRAL, END, END64, LOCATOR = b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6"
         (patched(GENUINE, CENTRAL, 4, 28, "<H", 0xFFFF), "malformed directory"),
         (patched(GENUINE, CENTRAL, 4, 30, "<H", 0xFFFF), "malformed directory"),
         (patched(GENUINE, CENTRAL, 4, 32, "<H", 5), "malformed directory"),
+        (patched(GENUINE, CENTRAL, 4, 38, "<I", 0x10), "folder"),
         (patched(GENUINE, LOCAL, 4, 26, "<H", 3), "reaches past|contradicts"),
         (patched(GENUINE, LOCAL, 4, 28, "<H", 0xFFFF), "reaches past"),
         (patched(GENUINE, LOCAL, 4, 28, "<H", 200), "overlap"),

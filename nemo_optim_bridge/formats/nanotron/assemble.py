@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_optim_bridge.core.builder import ManifestBuilder
-from nemo_optim_bridge.core.checkpoint import WEIGHT
-from nemo_optim_bridge.core.manifest import Identity, ParamGroup, TensorKey
+from nemo_optim_bridge.core.manifest import Identity, ParamGroup
 from nemo_optim_bridge.core.team import Team
 from nemo_optim_bridge.errors import (
     BridgeError,
@@ -83,11 +82,11 @@ class Assembler:
                 )
             )
         raise_all(self.problems)
-        self._add_weights(layouts, stage_of)
-        states, hyperparameters = self._add_optimizer(layouts)
+        entries = self._add_tensors(layouts, stage_of)
         raise_all(self.problems)
+        states, hyperparameters = entries.states, entries.hyperparameters
         groups = _param_groups(hyperparameters)
-        steps = {fqn: step.value for fqn, entries in states.items() if isinstance(step := entries.get("step"), Scalar)}
+        steps = {fqn: step.value for fqn, kept in states.items() if isinstance(step := kept.get("step"), Scalar)}
         scheduler = self.team.lead(lambda: read_scheduler(self.root, self.dialect, self.topology, stages))
         schedulers = scheduler.files if scheduler else {}
         leftovers = [*leftovers, *(scheduler.leftovers if scheduler else ())]
@@ -111,9 +110,7 @@ class Assembler:
         for document in self.documents.all():
             identities[str(document.path)] = document.identity
         identities.update((str(shard.path), shard.identity) for shard in self.shards.values())
-        identities.update(
-            (str(shard.path), shard.identity) for shards in self.weights.shards.values() for shard in shards
-        )
+        identities.update((shard.path, shard.identity) for shards in self.weights.shards.values() for shard in shards)
         return identities
 
     def _has_masters(self) -> bool:
@@ -311,23 +308,10 @@ class Assembler:
                     )
                 )  # fmt: skip
 
-    def _add_weights(self, layouts: Mapping[str, ParamLayout], stage_of: Mapping[str, int]) -> None:
-        for fqn, layout in layouts.items():
-            tensor = self.builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype)
-            if fqn in self.weights.lost:
-                continue  # _add_optimizer takes them from the masters
-            for shard in self.weights.shards[fqn]:
-                array = shard.array
-                buffer = self.builder.buffer(str(shard.path), array.offset, array.nbytes, array.dtype)
-                at = Coordinates(shard.tp, stage_of.get(block_of(fqn) or "", 0), 0, shard.ep)
-                for view in layout.views(self.topology, shard.tp, shard.ep):
-                    self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
-
-    def _add_optimizer(
-        self, layouts: Mapping[str, ParamLayout]
-    ) -> tuple[dict[str, Mapping[str, str | Scalar]], dict[str, Mapping[str, Any]]]:
-        """Add all states and masters; return what is kept, and the hyperparameters, by parameter."""
+    def _add_tensors(self, layouts: Mapping[str, ParamLayout], stage_of: Mapping[str, int]) -> Entries:
+        """Enter all weights, states and masters; return what is kept of each parameter."""
         entries = Entries(self.builder, self.topology, self.zero_stage, layouts, self.weights.lost)
+        entries.add_weights(self.weights.shards, stage_of)
         for _, shard in sorted(self.shards.items(), key=lambda item: self.topology.rank(item[0])):
             entries.add(shard)
         self.problems.extend(entries.problems)
@@ -340,7 +324,7 @@ class Assembler:
                         hint="the weights of all experts but one are lost: nothing can be re-sharded",
                     )
                 )  # fmt: skip
-        return entries.states, entries.hyperparameters
+        return entries
 
     def _remarks(
         self, states: Mapping[str, Mapping[str, str | Scalar]], vocab_size: int | None, has_legacy_names: bool,

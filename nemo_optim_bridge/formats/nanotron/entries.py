@@ -1,8 +1,8 @@
-"""Enter the tensors of all ranks' optimizer files into a manifest, a column of equal boxes at a time."""
+"""Enter the tensors of all weight and optimizer files into a manifest, a column of equal boxes at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,8 +13,10 @@ from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import DTYPES, BoolArray, IntArray, TensorKey
 from nemo_optim_bridge.errors import BridgeError, ContradictionError
 from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, View, format_shape, number_alike
+from nemo_optim_bridge.formats.nanotron.names import block_of
 from nemo_optim_bridge.formats.nanotron.optimizer import Form, OptimizerShard, Scalar, exact
-from nemo_optim_bridge.formats.topology import Topology
+from nemo_optim_bridge.formats.nanotron.weights import WeightShard
+from nemo_optim_bridge.formats.topology import Coordinates, Topology
 
 States = Mapping[str, str | Scalar]
 
@@ -38,6 +40,23 @@ class Entries:
         self._interned: dict[object, Any] = {}
         self._pattern = number_alike(layouts)
         self._tensors: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def add_weights(self, shards: Mapping[str, Sequence[WeightShard]], stage_of: Mapping[str, int]) -> None:
+        """Enter the weight files of all parameters but the lost ones, those that are cut alike together."""
+        alike: dict[tuple[int, int, int, int], tuple[ParamLayout, list[int], list[int]]] = {}
+        for fqn, layout in self._layouts.items():
+            tensor = self._builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype)
+            stage = stage_of.get(block_of(fqn) or "", 0)
+            for shard in shards[fqn] if fqn not in self._lost else ():
+                array = shard.array
+                key = self._pattern[fqn], stage, shard.tp, shard.ep
+                _, tensors, buffers = alike.setdefault(key, (layout, [], []))
+                tensors.append(tensor)
+                buffers.append(self._builder.buffer(shard.path, array.offset, array.nbytes, array.dtype))
+        for (_, stage, tp, ep), (layout, tensors, buffers) in alike.items():
+            rank = self._topology.rank(Coordinates(tp, stage, 0, ep))
+            for view in layout.views(self._topology, tp, ep):
+                self._builder.shards(np.array(tensors), view.region, rank, np.array(buffers), *view[1:])
 
     def add(self, shard: OptimizerShard) -> None:
         """Enter one rank's file, ranks in order; what contradicts the ranks before goes to ``problems``."""

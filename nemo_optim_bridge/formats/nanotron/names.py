@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from nemo_optim_bridge.formats.topology import Coordinates, Topology
 
@@ -67,14 +69,16 @@ def parse_rank_name(prefix: str, text: str) -> RankName | None:
     return name if format_rank_name(prefix, name) == text else None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightName:
+Axis = tuple[int, int] | None  # (rank, size)
+
+
+class WeightName(NamedTuple):
     """What the path of a weight shard says. ``pp`` and ``tp`` are None for a parameter that is not sharded."""
 
     fqn: str
-    pp: tuple[int, int] | None = None
-    tp: tuple[int, int] | None = None
-    ep: tuple[int, int] | None = None
+    pp: Axis = None
+    tp: Axis = None
+    ep: Axis = None
     doubled: bool = False  # nanotron of spring 2024 wrote the file name into itself
 
     def matches(self, topology: Topology) -> bool:
@@ -86,11 +90,8 @@ class WeightName:
         )
 
 
-_WEIGHT_NAME = re.compile(
-    r"model_(?P<last>[A-Za-z0-9_]+?)"
-    r"(?:_pp-rank-(?P<pp>\d+)-of-(?P<pps>\d+)_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
-    r"(?:_exp-rank-(?P<ep>\d+)-of-(?P<eps>\d+))?)?\.safetensors"
-)
+_WEIGHT_NAME = re.compile(r"model_([A-Za-z0-9_]+?)(_pp-rank-[^.]*)?\.safetensors")
+_AXES = re.compile(r"_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d+)(?:_exp-rank-(\d+)-of-(\d+))?")
 _DOUBLED = re.compile(r"model_(model_[A-Za-z0-9_]+?)\.safetensors(_pp-rank-.*\.safetensors)")
 _FQN = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+")
 
@@ -103,9 +104,7 @@ def is_fqn(text: str) -> bool:
 def format_weight_name(name: WeightName) -> str:
     """Return the path of a weight shard below the checkpoint's ``model`` directory; never the doubled spelling."""
     *folders, last = name.fqn.split(".")
-    axes = (("pp", name.pp), ("tp", name.tp), ("exp", name.ep))
-    suffix = "".join(f"_{axis}-rank-{at[0]}-of-{at[1]}" for axis, at in axes if at is not None)
-    return "/".join([*folders, f"model_{last}{suffix}.safetensors"])
+    return "/".join([*folders, f"model_{last}{_format_axes((name.pp, name.tp, name.ep))}.safetensors"])
 
 
 def parse_weight_name(text: str) -> WeightName | None:
@@ -113,16 +112,31 @@ def parse_weight_name(text: str) -> WeightName | None:
     *folders, file = text.split("/")
     doubled = _DOUBLED.fullmatch(file)
     match = _WEIGHT_NAME.fullmatch(doubled[1] + doubled[2] if doubled else file)
+    axes = _parse_axes(match[2] or "") if match else None
+    if match is None or axes is None:
+        return None
+    fqn = ".".join([*folders, match[1]])
+    return None if "." in text[: -len(file)] or not is_fqn(fqn) else WeightName(fqn, *axes, doubled is not None)
+
+
+def _format_axes(axes: tuple[Axis, Axis, Axis]) -> str:
+    named = zip(("pp", "tp", "exp"), axes, strict=True)
+    return "".join(f"_{axis}-rank-{at[0]}-of-{at[1]}" for axis, at in named if at is not None)
+
+
+@lru_cache(maxsize=1 << 12)  # all parameters of a stage share them
+def _parse_axes(text: str) -> tuple[Axis, Axis, Axis] | None:
+    """Return where the writing rank sits on (pp, tp, ep), or None when it is not of this grammar or out of range."""
+    if not text:
+        return None, None, None
+    match = _AXES.fullmatch(text)
     if match is None:
         return None
-
-    def axis(name: str) -> tuple[int, int] | None:
-        return None if match[name] is None else (int(match[name]), int(match[name + "s"]))
-
-    name = WeightName(".".join([*folders, match["last"]]), axis("pp"), axis("tp"), axis("ep"), doubled is not None)
-    if not is_fqn(name.fqn) or any(at is not None and at[0] >= at[1] for at in (name.pp, name.tp, name.ep)):
+    pp, tp = (int(match[1]), int(match[2])), (int(match[3]), int(match[4]))
+    ep = None if match[5] is None else (int(match[5]), int(match[6]))
+    if any(at is not None and at[0] >= at[1] for at in (pp, tp, ep)) or _format_axes((pp, tp, ep)) != text:
         return None
-    return name if doubled or format_weight_name(name) == text else None
+    return pp, tp, ep
 
 
 _BLOCK = re.compile(r"model\.(decoder\.\d+|[a-z_]+)\.")

@@ -16,7 +16,7 @@ from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all, unreadable
 from nemo_optim_bridge.formats.nanotron.names import is_fqn, parse_rank_name
 from nemo_optim_bridge.formats.topology import Coordinates
-from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, read_torch_file
+from nemo_optim_bridge.formats.torch_zip import StoredTensor, TorchFile, Window, read_torch_file
 
 
 class Scalar(NamedTuple):
@@ -102,11 +102,12 @@ class _Reader:
     """Reads one open optimizer file into columns; what repeats from parameter to parameter is kept once."""
 
     def __init__(self, path: Path, at: Coordinates, fd: int) -> None:
-        self._path, self._at, self._fd = path, at, fd
+        self._path, self._at = path, at
         self._file = read_torch_file(path, fd=fd)
+        self._window = Window.of(str(path), None, fd)
         self._kinds: dict[object, tuple[int, Mapping[str, str | Scalar]]] = {}
         self._scalars: dict[object, Scalar] = {}
-        self._forms: dict[Form, int] = {}
+        self._forms: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self._entries = array("q")  # form, offset, nbytes of each tensor
 
     def shard(self, identity: Identity) -> OptimizerShard:
@@ -140,7 +141,7 @@ class _Reader:
             path, self._at, order, tuple(found for _, found in self._kinds.values()), np.array(kind, np.int64),
             tuple(found for _, found in distinct.values()), np.array(group, np.int64),
             None if masters is None else order if order == tuple(masters) else tuple(masters),
-            tuple(self._forms), form, offset, nbytes, len(groups),
+            tuple(Form(*known) for known in self._forms), form, offset, nbytes, len(groups),
             max((len(group["params"]) for group in groups), default=0), identity,
         )  # fmt: skip
 
@@ -155,24 +156,51 @@ class _Reader:
     def _read(self, fqn: str, entries: Mapping[Any, object], masters: Mapping[str, StoredTensor]) -> int:
         """Enter the tensors of one parameter; return the number of its kind."""
         kind: dict[str, str | Scalar] = {}
+        known: list[object] = []
         for key, value in entries.items():
             if not isinstance(key, str) or key in (MASTER, WEIGHT):
                 raise ContradictionError(f"{key!r} cannot be the name of an optimizer state", path=self._path, key=fqn)
             if key == "step" or not isinstance(value, StoredTensor):
-                scalar = _scalar(self._file, self._fd, value, fqn, key)
-                kind[key] = self._scalars.setdefault((scalar[:3], repr(scalar.value)), scalar)
+                kind[key] = scalar = self._scalar(value, fqn, key)
+                known += key, id(scalar)
             else:
                 kind[key] = value.dtype
+                known += key, value.dtype
                 self._enter(value)
         if fqn in masters:
             self._enter(masters[fqn])
-        known = tuple((key, value if isinstance(value, str) else id(value)) for key, value in kind.items())
-        return self._kinds.setdefault(known, (len(self._kinds), kind))[0]
+        return self._kinds.setdefault(tuple(known), (len(self._kinds), kind))[0]
 
     def _enter(self, stored: StoredTensor) -> None:
         start = stored.storage_offset * ITEMSIZE[stored.dtype]
-        form = self._forms.setdefault(Form(stored.dtype, stored.shape, stored.stride), len(self._forms))
+        form = self._forms.setdefault((stored.dtype, stored.shape, stored.stride), len(self._forms))
         self._entries.extend((form, stored.record.offset + start, stored.record.nbytes - start))
+
+    def _scalar(self, value: object, fqn: str, key: str) -> Scalar:
+        """Return a state that is one number, the same object for those that are the same to the bit."""
+        if isinstance(value, StoredTensor):
+            if value.shape not in ((), (1,)) or value.dtype not in ("float32", "float64", "int64", "int32"):
+                raise self._contradiction(f"{key} has dtype {value.dtype} and shape {value.shape}, not one number", fqn)
+            itemsize = ITEMSIZE[value.dtype]
+            data = self._window.read_exactly(value.record.offset + value.storage_offset * itemsize, itemsize)
+            known: object = (key, value.dtype, value.shape, data)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            known = (key, repr(value))
+        else:
+            raise self._contradiction(f"{key} is a {type(value).__name__}, not a number", fqn)
+        scalar = self._scalars.get(known)
+        if scalar is None:
+            if isinstance(value, StoredTensor):
+                scalar = Scalar(value.dtype, value.shape, data, float(np.frombuffer(data, value.dtype)[0]))
+            else:
+                scalar = Scalar(None, (), b"", value)
+            if key == "step" and not (scalar.value >= 0 and float(scalar.value).is_integer()):
+                raise self._contradiction(f"step is {scalar.value}", fqn)
+            self._scalars[known] = scalar
+        return scalar
+
+    def _contradiction(self, problem: str, fqn: str) -> ContradictionError:
+        return ContradictionError(problem, path=self._path, key=fqn)
 
 
 def _check_folder(file: TorchFile, path: Path, at: Coordinates) -> None:
@@ -282,21 +310,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _scalar(file: TorchFile, fd: int, value: object, fqn: str, key: str) -> Scalar:
-    if isinstance(value, StoredTensor):
-        if value.shape not in ((), (1,)) or value.dtype not in ("float32", "float64", "int64", "int32"):
-            raise ContradictionError(
-                f"{key} has dtype {value.dtype} and shape {value.shape}, not one number", path=file.path, key=fqn
-            )
-        data = file.read(value, fd=fd)
-        number = float(np.frombuffer(data, value.dtype)[0])
-        if key == "step" and not (number >= 0 and number.is_integer()):
-            raise ContradictionError(f"step is {number}", path=file.path, key=fqn)
-        return Scalar(value.dtype, value.shape, data, number)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if key == "step" and not (value >= 0 and float(value).is_integer()):
-            raise ContradictionError(f"step is {value}", path=file.path, key=fqn)
-        return Scalar(None, (), b"", value)
-    raise ContradictionError(f"{key} is a {type(value).__name__}, not a number", path=file.path, key=fqn)

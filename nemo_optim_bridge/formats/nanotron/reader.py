@@ -101,7 +101,7 @@ def _read(root: Path, vocab_size: int | None, team: Team) -> NanotronCheckpoint:
             hint="restore the configuration files of the run that saved the optimizer",
         )
     return Assembler(root, dialect, topology, zero_stage, documents, facts, weights, shards, team).checkpoint(
-        vocab_size, [*leftovers, *weights.leftovers], has_legacy_names
+        vocab_size, [*leftovers, *map(Path, weights.leftovers)], has_legacy_names
     )
 
 
@@ -130,7 +130,7 @@ def _optimizer_files(
     found: dict[Coordinates, Path] = {}
     leftovers: list[Path] = []
     styles: dict[bool, Path] = {}
-    for path in list_folder(folder):
+    for path in map(Path, list_folder(folder)):
         if path.name == "optimizer_config.json":
             continue
         name = parse_rank_name("optimizer", path.name)

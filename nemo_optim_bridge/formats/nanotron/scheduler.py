@@ -155,7 +155,7 @@ def read_scheduler(
                 if exact(entries.setdefault(fqn, row)) != exact(row):
                     problems.append(ContradictionError("entry differs from another rank's", path=path, key=fqn))
     raise_all(problems)
-    leftovers = tuple(path for path in list_folder(root / "lr_scheduler") if path not in files)
+    leftovers = tuple(path for path in map(Path, list_folder(root / "lr_scheduler")) if path not in files)
     return Scheduler(template or {}, entries, common[0] if len(common) == 1 else None, files, places, leftovers)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_optim_bridge.core.manifest import Identity
-from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.core.team import Team, ignore
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, MissingSourceError, raise_all, unreadable
 from nemo_optim_bridge.formats.documents import shown
@@ -32,11 +32,10 @@ _BATCH_BYTES = 8 << 20
 _DEEPEST = 32  # folders below model/; nanotron needs less than ten
 
 
-@dataclass(frozen=True, slots=True)
-class WeightShard:
+class WeightShard(NamedTuple):
     """One weight file of the checkpoint's own topology."""
 
-    path: Path
+    path: str
     name: WeightName
     array: StoredArray
     identity: Identity
@@ -57,7 +56,7 @@ class Weights:
     """All weight shards by parameter, and files that belong to another topology or to nobody."""
 
     shards: Mapping[str, tuple[WeightShard, ...]]
-    leftovers: tuple[Path, ...]
+    leftovers: tuple[str, ...]
     layouts: Mapping[str, ParamLayout]
     lost: frozenset[str]  # expert weights that the ranks overwrote each other's files of
 
@@ -65,15 +64,15 @@ class Weights:
 def read_weights(root: Path, topology: Topology, facts: ModelFacts, team: Team) -> Weights:
     """Read the headers of all weight shards below ``root/model``; raises with every problem found."""
     found: dict[str, list[WeightShard]] = {}
-    leftovers: list[Path] = []
+    leftovers: list[str] = []
     folder = root / "model"
     if not folder.is_dir():
         raise MissingSourceError("there is no model directory", path=folder, hint="is this a nanotron checkpoint?")
     problems: list[BridgeError] = []
-    named: list[tuple[Path, WeightName]] = []
-    strip = len(folder.as_posix().rstrip("/")) + 1
+    named: list[tuple[str, WeightName]] = []
+    strip = len(str(folder)) + 1
     for path in team.lead(lambda: list_folder(folder, deep=True)):
-        name = parse_weight_name(path.as_posix()[strip:])
+        name = parse_weight_name(path[strip:])
         if name is None or not name.matches(topology):
             leftovers.append(path)
         else:
@@ -86,55 +85,65 @@ def read_weights(root: Path, topology: Topology, facts: ModelFacts, team: Team) 
     raise_all(problems)
     layouts: dict[str, ParamLayout] = {}
     lost: set[str] = set()
+    sound: dict[object, ParamLayout] = {}  # by all that the files of a parameter say: layers repeat each other
     for fqn, shards in found.items():
+        said = expert_matrix(fqn), *((name.pp, name.tp, name.ep, array) for _, name, array, _ in shards)
         try:
-            layouts[fqn] = _layout(fqn, shards, topology, facts)
+            if said in sound:
+                layouts[fqn] = replace(sound[said], fqn=fqn)
+            else:
+                layouts[fqn] = _layout(fqn, shards, topology, facts)
+                wrong = list(_check(layouts[fqn], shards, topology))
+                problems += wrong
+                if not wrong:
+                    sound[said] = layouts[fqn]
             if _is_lost(layouts[fqn], topology):
                 lost.add(fqn)
-            problems.extend(_check(layouts[fqn], shards, topology))
         except BridgeError as error:
             problems.append(error)
     raise_all(problems)
     return Weights({fqn: tuple(shards) for fqn, shards in found.items()}, tuple(leftovers), layouts, frozenset(lost))
 
 
-def _read_shards(named: Sequence[tuple[Path, WeightName]]) -> tuple[list[WeightShard], list[BridgeError]]:
+def _read_shards(named: Sequence[tuple[str, WeightName]]) -> tuple[list[WeightShard], list[BridgeError]]:
     """Read the headers of some weight files; return what is wrong with others."""
     shards: list[WeightShard] = []
     problems: list[BridgeError] = []
     for path, name in named:
         try:
-            identity = identify(path)
-            shards.append(WeightShard(path, name, read_single_tensor(path, "data"), identity))
+            shards.append(WeightShard(path, name, *read_single_tensor(path, "data")))
         except BridgeError as error:
             problems.append(error)
     return shards, problems
 
 
-def list_folder(folder: Path, *, deep: bool = False) -> list[Path]:
+def list_folder(folder: Path, *, deep: bool = False) -> list[str]:
     """Return what is in a folder, or all files below it, links followed, in order of their names.
 
     Raises CorruptFileError for a folder that cannot be listed, so that nothing in it is overlooked.
     """
-    found: list[Path] = []
+    found: list[str] = []
     seen: set[tuple[int, int]] = set()
-    pending = [folder]
+    pending = [(str(folder), 0)]
     while pending:
-        current = pending.pop()
+        current, depth = pending.pop()
         try:
-            status = current.stat()
+            status = Path(current).stat()
             with os.scandir(current) as inside:
-                entries = [(Path(entry.path), deep and _is_folder(entry)) for entry in inside]
+                entries = [(entry.path, deep and _is_folder(entry)) for entry in inside]
         except FileNotFoundError:
             raise MissingSourceError("folder is missing", path=current, hint="copy it from the original run") from None
         except OSError as error:
-            raise unreadable(str(current)[:400], error) from error
-        if (status.st_dev, status.st_ino) in seen or len(current.parts) - len(folder.parts) > _DEEPEST:
+            raise unreadable(current[:400], error) from error
+        if (status.st_dev, status.st_ino) in seen or depth > _DEEPEST:
             continue
         seen.add((status.st_dev, status.st_ino))
         for path, is_folder in entries:
-            (pending if is_folder else found).append(path)
-    return sorted(found, key=lambda path: path.parts)
+            if is_folder:
+                pending.append((path, depth + 1))
+            else:
+                found.append(path)
+    return sorted(found, key=lambda path: path.split("/"))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -226,7 +235,7 @@ def _check(layout: ParamLayout, shards: Sequence[WeightShard], topology: Topolog
     fqn = layout.fqn
     if not layout.is_sharded:
         if len(shards) > 1:
-            paths = ", ".join(shard.path.name for shard in shards)
+            paths = ", ".join(Path(shard.path).name for shard in shards)
             yield ContradictionError(f"stored both sharded and whole ({paths})", path=shards[0].path, key=fqn)
         return
     num_parts = topology.tp * (topology.ep if layout.experts else 1)
@@ -250,7 +259,7 @@ def _check(layout: ParamLayout, shards: Sequence[WeightShard], topology: Topolog
             expected = WeightName(fqn, pp, (tp, topology.tp), (ep, topology.ep) if named_ep else None)
             known = by_rank.get((tp, ep))
             if known is None or (known.name.ep is None) != (expected.ep is None):
-                folder = shards[0].path.parent
+                folder = Path(shards[0].path).parent
                 yield MissingSourceError(
                     "weight shard is missing", path=folder / format_weight_name(expected).rsplit("/", 1)[1], key=fqn,
                     rank=f"tp {tp} ep {ep}", hint="copy it from the original run",

@@ -1,8 +1,8 @@
 """The pass over a pickle's bytes: admit the opcodes of data, route all that can act to ``persistent_load``.
 
-BUILD, SETITEM(S), APPEND(S) and BINPERSID become "pack the operands into a tuple and hand it to ``persistent_load``",
+BUILD, SETITEM(S) and APPEND(S) become "pack the operands into a tuple and hand it to ``persistent_load``",
 and NEWOBJ becomes REDUCE, so that the C unpickler only ever pushes constants, tuples, empty containers
-and memo entries.
+and memo entries. BINPERSID stays: the tuples made here end in a bytearray, which no admitted opcode makes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final, cast
 
 from nemo_optim_bridge.errors import CorruptFileError, UnsafePickleError
 
-#: What is handed to ``persistent_load`` besides two operands: which opcode it stands for.
-NEWOBJ, BUILD, SETITEMS, APPENDS, PERSID, FILL_BUILD = range(6)
+#: What is handed to ``persistent_load`` besides two operands: which opcode it stands for, as the byte of a bytearray.
+NEWOBJ, BUILD, SETITEMS, APPENDS, FILL_BUILD = range(5)
 _TUPLE, _TUPLE1, _TUPLE2 = b"t", b"\x85", b"\x86"
 
 
 def _hand_over(code: int) -> bytes:
     """Return opcodes that replace the two topmost values by ``persistent_load((first, second, code))``."""
-    return b"K" + bytes([code]) + b"\x87Q"
+    return b"\x96" + (1).to_bytes(8, "little") + bytes([code]) + b"\x87Q"
 
 
 _REWRITTEN: Final[Mapping[int, bytes]] = {
@@ -32,7 +32,6 @@ _REWRITTEN: Final[Mapping[int, bytes]] = {
     ord("u"): _TUPLE + _hand_over(SETITEMS),
     ord("a"): _TUPLE1 + _hand_over(APPENDS),
     ord("e"): _TUPLE + _hand_over(APPENDS),
-    ord("Q"): b"N" + _hand_over(PERSID),
 }
 _REWRITTEN_OPAQUE: Final[Mapping[int, bytes]] = {**_REWRITTEN, 0x81: _hand_over(NEWOBJ)}
 #: SETITEMS then BUILD, the end of most objects, as one step: (object, dict, items).
@@ -43,7 +42,7 @@ _SIZED: Final[Mapping[int, int]] = {
 }  # fmt: skip
 _PROTO, _FRAME, _STOP = 0x80, 0x95, ord(".")
 _SETITEMS_OPCODE, _BUILD_OPCODE = ord("u"), b"b"
-_PLAIN: Final = frozenset(b"(01NR)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
+_PLAIN: Final = frozenset(b"(01NQR)]}t\x88\x89\x85\x86\x87\x94\x93Kqh\x80MJjGcr")
 
 
 @lru_cache(maxsize=16)
@@ -54,7 +53,7 @@ def _plain_run(memo_bits: int) -> Callable[[bytes, int], re.Match[bytes] | None]
     short = b"|".join(b"\\x%02x\\x00\\x00\\x00.{%d}" % (n, n) for n in range(1, 9))
     tiny = b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(1, 9))
     pattern = (
-        b"(?:[(01NR)\\]}t\\x88\\x89\\x85\\x86\\x87\\x94\\x93]|[Kqh].|M..|[Jj].{4}|G.{8}|r.." + third + high
+        b"(?:[(01NQR)\\]}t\\x88\\x89\\x85\\x86\\x87\\x94\\x93]|[Kqh].|M..|[Jj].{4}|G.{8}|r.." + third + high
         + b"|X(?:" + short + b")|\\x8c(?:" + tiny + b")|c[^\\n]{1,200}\\n[^\\n]{1,200}\\n|\\x80[\\x02-\\x05]){0,100}"
     )  # fmt: skip
     return re.compile(pattern, re.DOTALL).match

@@ -32,9 +32,9 @@ def loads(
 
     ``allow`` maps ``(module, name)`` to a callable of ours (called with the pickled arguments, for REDUCE and NEWOBJ
     alike) or to a constant. A callable must check its arguments' types, must not copy them when they are long, and
-    may raise any Exception to refuse them; what it, or ``persistent_load``, returns must not be callable. A BUILD
-    state is given to the object's ``__setstate__``; an object without one accepts no state. Objects used as dict keys
-    are hashed: check their fields in ``__setstate__``.
+    may raise any Exception to refuse them; what it, or ``persistent_load``, returns must be neither callable nor a
+    bytearray. A BUILD state is given to the object's ``__setstate__``; an object without one accepts no state. Objects
+    used as dict keys are hashed: check their fields in ``__setstate__``.
     ``collections.OrderedDict``, bytes and sets of scalars are always understood.
 
     With ``opaque``, names that are not in ``allow`` become ``Global`` and what is made from them ``Opaque``.
@@ -47,6 +47,7 @@ def loads(
         rewritten = admit(data, path, opaque)
         machine = _Machine(rewritten, path, allow, persistent_load, opaque, data[1] < 3, len(data))
         root = machine.load()
+        machine.memo.clear()  # it holds names that hold the machine
         check_tree(root, _MAX_UNFOLDED_PER_BYTE * len(data) + 10_000, path)
     except (BridgeError, MemoryError):
         raise
@@ -69,15 +70,6 @@ class _Machine(pickle.Unpickler):
         self._opaque = opaque
         self._old_names = old_names  # Python 2's, which protocol 2 writes
         self._budget = budget  # bytes that calls may still copy
-        self._handlers = (
-            self._newobj, self._build, self._setitems, self._appends, self._persid, self._fill_build,
-        )  # fmt: skip
-        self._always: Mapping[tuple[str, str], Callable[..., object]] = {
-            ("collections", "OrderedDict"): _ordered_dict,
-            ("_codecs", "encode"): self._encode,
-            ("builtins", "bytes"): _empty_bytes,
-            ("builtins", "set"): self._set,
-        }
 
     def find_class(self, module: str, name: str) -> Any:
         if self._old_names:
@@ -87,7 +79,7 @@ class _Machine(pickle.Unpickler):
                 module = IMPORT_MAPPING.get(module, module)
         value = self._allow.get((module, name), self)
         if value is self:
-            value = self._always.get((module, name))
+            value = self._always(module, name)
             if value is None:
                 if self._opaque:
                     return Global(module, name)
@@ -99,7 +91,21 @@ class _Machine(pickle.Unpickler):
         return Global(module, name, value) if callable(value) and not isinstance(value, Global) else value
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._handlers[pid[2]](pid[0], pid[1])
+        if type(pid) is tuple and len(pid) == 3 and type(pid[2]) is bytearray:
+            return _HANDLERS[pid[2][0]](self, pid[0], pid[1])
+        if self._load_persistent is None:
+            raise self._corrupt("reference to something outside of the pickle")
+        return self._load_persistent(pid)
+
+    def _always(self, module: str, name: str) -> Callable[..., object] | None:
+        """Return what a name stands for in every pickle, if it does."""
+        always: Mapping[tuple[str, str], Callable[..., object]] = {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("_codecs", "encode"): self._encode,
+            ("builtins", "bytes"): _empty_bytes,
+            ("builtins", "set"): self._set,
+        }
+        return always.get((module, name))
 
     def _newobj(self, function: object, args: object) -> object:
         if type(function) is not Global or type(args) is not tuple:
@@ -159,11 +165,6 @@ class _Machine(pickle.Unpickler):
             raise self._corrupt(f"items appended to {_kind(target)}")
         return target
 
-    def _persid(self, pid: object, _: object) -> object:
-        if self._load_persistent is None:
-            raise self._corrupt("reference to something outside of the pickle")
-        return self._load_persistent(pid)
-
     def _spend(self, amount: int) -> None:
         self._budget -= amount
         if self._budget < 0:
@@ -186,6 +187,12 @@ class _Machine(pickle.Unpickler):
 
     def _corrupt(self, problem: str) -> CorruptFileError:
         return CorruptFileError(f"malformed pickle: {problem}", path=self._path)
+
+
+#: By the numbers that ``admit`` hands over. No machine holds a method of its own: it goes with its last user.
+_HANDLERS: Final[tuple[Callable[[_Machine, Any, Any], object], ...]] = (
+    _Machine._newobj, _Machine._build, _Machine._setitems, _Machine._appends, _Machine._fill_build,
+)  # fmt: skip
 
 
 def _ordered_dict() -> OrderedDict[object, object]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Final, cast
+from typing import Any, Final
 
 from nemo_optim_bridge.errors import CorruptFileError
 
@@ -15,52 +14,41 @@ _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple})
 
 def check_tree(root: object, limit: int, path: str) -> None:
     """Refuse what would make a recursive reader overflow its stack, loop or take forever."""
-    finished: dict[int, tuple[int, int]] = {}  # container -> its height, its size when unfolded
-    open_: list[tuple[object, list[object]]] = []
-    on_path: set[int] = set()
+    if type(root) in _CONTAINERS:
+        _Measure(limit, path).container(root)
 
-    def enter(value: object) -> None:
-        kind = type(value)
-        if kind is dict or kind is OrderedDict:
-            children: Iterable[object] = cast("dict[object, object]", value).values()
-        elif kind is list or kind is tuple:
-            children = cast("list[object]", value)
-        else:
-            return
-        if id(value) in finished:
-            return
-        if id(value) in on_path:
-            raise CorruptFileError("malformed pickle: a container contains itself", path=path)
-        if len(open_) >= MAX_DEPTH:
-            raise CorruptFileError(f"malformed pickle: nested deeper than {MAX_DEPTH}", path=path)
-        on_path.add(id(value))
-        open_.append((value, [child for child in children if type(child) in _CONTAINERS]))
 
-    sized = 0
-    enter(root)
-    while open_:
-        value, children = open_[-1]
-        pending = len(open_)
-        while children and len(open_) == pending:
-            child = children[-1]
-            enter(child)
-            if len(open_) == pending:
-                children.pop()
-        if len(open_) != pending:
-            continue
-        open_.pop()
-        on_path.discard(id(value))
-        nested = (
-            cast("dict[object, object]", value).values() if isinstance(value, dict) else cast("list[object]", value)
-        )
-        height, sized = 1, 1 + len(cast("list[object]", value))
-        for child in nested:
+class _Measure:
+    """Measures every container of a tree once; recurses no deeper than MAX_DEPTH itself."""
+
+    def __init__(self, limit: int, path: str) -> None:
+        self._limit, self._path = limit, path
+        self._finished: dict[int, tuple[int, int]] = {}
+        self._open: set[int] = set()
+
+    def container(self, value: Any) -> tuple[int, int]:
+        """Return the height of a container, and its size when unfolded."""
+        known = self._finished.get(id(value))
+        if known is not None:
+            return known
+        if id(value) in self._open:
+            raise self._corrupt("a container contains itself")
+        if len(self._open) >= MAX_DEPTH:
+            raise self._corrupt(f"nested deeper than {MAX_DEPTH}")
+        self._open.add(id(value))
+        height, size = 1, 1 + len(value)
+        for child in value.values() if isinstance(value, dict) else value:
             if type(child) in _CONTAINERS:
-                below, count = finished[id(child)]
+                below, inside = self.container(child)
                 height = max(height, below + 1)
-                sized += count
+                size += inside
+        self._open.discard(id(value))
         if height > MAX_DEPTH:
-            raise CorruptFileError(f"malformed pickle: nested deeper than {MAX_DEPTH}", path=path)
-        if sized > limit:
-            raise CorruptFileError("malformed pickle: shared parts unfold to far more than the file holds", path=path)
-        finished[id(value)] = (height, sized)
+            raise self._corrupt(f"nested deeper than {MAX_DEPTH}")
+        if size > self._limit:
+            raise self._corrupt("shared parts unfold to far more than the file holds")
+        self._finished[id(value)] = height, size
+        return height, size
+
+    def _corrupt(self, problem: str) -> CorruptFileError:
+        return CorruptFileError(f"malformed pickle: {problem}", path=self._path)

@@ -11,6 +11,7 @@ from nemo_optim_bridge.formats.torch_zip.directory import Record
 from nemo_optim_bridge.formats.torch_zip.file import TorchFile, check_crcs, read_torch_bytes, read_torch_file
 from nemo_optim_bridge.formats.torch_zip.layout import NewTensor, lay_out
 from nemo_optim_bridge.formats.torch_zip.tree import StoredStorage, StoredTensor
+from nemo_optim_bridge.formats.torch_zip.window import Window
 
 __all__ = [
     "NewTensor",
@@ -18,6 +19,7 @@ __all__ = [
     "StoredStorage",
     "StoredTensor",
     "TorchFile",
+    "Window",
     "check_crcs",
     "lay_out",
     "read_torch_bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 from nemo_optim_bridge.errors import UnknownFormatError
 from nemo_optim_bridge.formats.torch_zip.structs import (
@@ -13,15 +13,16 @@ from nemo_optim_bridge.formats.torch_zip.structs import (
     END64,
     END64_SIGNATURE,
     END_SIGNATURE,
+    FOLDER,
     HAS_DESCRIPTOR,
     LOCAL,
     LOCAL_SIGNATURE,
     LOCATOR,
     LOCATOR_SIGNATURE,
-    TRICK,
     UINT16,
     UINT32,
     UTF8,
+    is_tricky,
 )
 from nemo_optim_bridge.formats.torch_zip.window import Window
 
@@ -74,29 +75,24 @@ class Record(NamedTuple):
     crc: int
 
 
-class _Entry(NamedTuple):
-    """What the central directory says of one member; ``header`` is the absolute offset of its local header."""
-
-    header: int
-    nbytes: int
-    crc: int
-    flags: int
-    name: bytes
+#: What the central directory says of a member: absolute offset of its local header, size, CRC, flags, name.
+_Entry = tuple[int, int, int, int, bytes]
 
 
 def _read_entries(window: Window, start: int, stop: int, count: int) -> list[_Entry]:
-    """Return the members in the order of the directory."""
+    """Return the members in the order of their places in the file."""
     directory = window.read_exactly(start, stop - start)
     unpack, width = CENTRAL.unpack_from, CENTRAL.size
-    limit = len(directory)
+    base, limit = window.start, len(directory)
     position = 0
-    entries = []
+    entries: list[_Entry] = []
+    add = entries.append
     for _ in range(count):
         if position + width > limit:
             raise window.corrupt("has fewer directory entries than it says")
         (
             signature, _, _, flags, method, _, _, crc, packed, nbytes, name_length, extra_length, comment_length,
-            disk, _, _, header,
+            disk, _, attributes, header,
         ) = unpack(directory, position)  # fmt: skip
         name_stop = position + width + name_length
         if signature != CENTRAL_SIGNATURE or name_stop + extra_length > limit or disk or comment_length:
@@ -104,16 +100,19 @@ def _read_entries(window: Window, start: int, stop: int, count: int) -> list[_En
         name = directory[position + width : name_stop]
         if method or flags & ~(HAS_DESCRIPTOR | UTF8):
             raise window.corrupt(f"has a compressed or encrypted member {_quote(name)}; torch stores them plain")
+        if attributes & FOLDER:
+            raise window.corrupt(f"has a member {_quote(name)} marked as a folder, which torch would not read")
         if nbytes == UINT32 or packed == UINT32 or header == UINT32:
             nbytes, packed, header = _zip64_sizes(
                 directory[name_stop : name_stop + extra_length], nbytes, packed, header, window
             )
         if packed != nbytes:
             raise window.corrupt(f"has two sizes for member {_quote(name)}")
-        entries.append(_Entry(window.start + header, nbytes, crc, flags, name))
+        add((base + header, nbytes, crc, flags, name))
         position = name_stop + extra_length
     if position != limit:
         raise window.corrupt("has more directory entries than it says")
+    entries.sort()
     return entries
 
 
@@ -139,56 +138,51 @@ def read_records(window: Window) -> tuple[str, dict[str, Record]]:
     """Return the archive's folder name and its records by their name below it, checked against local headers."""
     start, stop, count = _directory_bounds(window)
     entries = _read_entries(window, start, stop, count)
-    names = _member_names([entry.name for entry in entries], window)
-    folder = names[0].partition("/")[0] if names else ""
-    strip = len(folder) + 1
-    prefix = folder + "/"
+    folder, names = _member_names([name for *_, name in entries], window)
     records: dict[str, Record] = {}
     position = window.start
-    read, unpack, width = window.read, LOCAL.unpack_from, LOCAL.size
-    order = range(count)
-    if any(entries[i].header > entries[i + 1].header for i in range(count - 1)):
-        order = cast("range", sorted(order, key=lambda i: entries[i].header))
-    offsets = [0] * count
-    for i in order:
-        header, nbytes, crc, flags, name = entries[i]
+    read, unpack, width = window.read, LOCAL.unpack, LOCAL.size
+    for short, (header, nbytes, crc, flags, name) in zip(names, entries, strict=True):
+        data = header + width + len(name)
         if header < position or header + width > start:
             raise window.corrupt(f"has members that overlap at {_quote(name)}")
         local = read(header, width + len(name))
         if len(local) < width + len(name):
             raise window.corrupt("is truncated within a record header")
-        signature, _, local_flags, method, _, _, local_crc, packed, size, name_length, extra_length = unpack(local)
-        data = header + width + name_length + extra_length
+        signature, _, local_flags, method, _, _, local_crc, packed, size, name_length, extra_length = unpack(
+            local[:width]
+        )
         if signature != LOCAL_SIGNATURE or local_flags != flags or method or local[width:] != name:
             raise window.corrupt(f"has a header that contradicts the directory for {_quote(name)}")
-        if name_length != len(name) or data + nbytes > start:
+        data += extra_length
+        position = data + nbytes
+        if name_length != len(name) or position > start:
             raise window.corrupt(f"has a member {_quote(name)} that reaches past its place")
         if (size not in (0, UINT32) and (size, packed) != (nbytes, nbytes)) or (local_crc and local_crc != crc):
             raise window.corrupt(f"has a header that contradicts the directory for {_quote(name)}")
-        offsets[i] = data
-        position = data + nbytes
-    for member, entry, data in zip(names, entries, offsets, strict=True):
-        if not member.startswith(prefix):
-            raise window.corrupt(f"has a member {_quote(entry.name)} outside of its folder {folder[:80]!r}")
-        short = member[strip:]
-        records[short] = Record(short, data, entry.nbytes, entry.crc)
+        records[short] = Record(short, data, nbytes, crc)
     if len(records) != count:
         raise window.corrupt("has two members of the same name")
     return folder, records
 
 
-def _member_names(names: list[bytes], window: Window) -> list[str]:
-    """Decode member names; refuse any that is not a plain relative path."""
+def _member_names(names: list[bytes], window: Window) -> tuple[str, list[str]]:
+    """Return the one folder that all members lie in, and their names in it; refuse any that is no plain path."""
+    folder = names[0].partition(b"/")[0] if names else b""
+    prefix = folder + b"/"
+    for name in names:
+        if not name.startswith(prefix):
+            raise window.corrupt(f"has a member {_quote(name)} outside of its folder {_quote(folder)}")
     try:
-        joined = b"\n".join(names).decode("utf-8")
+        text = b"\n".join([folder, *(name[len(prefix) :] for name in names)]).decode("utf-8")
     except UnicodeDecodeError:
         raise window.corrupt("has member names that are not UTF-8") from None
-    listed = joined.split("\n") if names else []
-    if len(listed) != len(names):
+    listed = text.split("\n")
+    if len(listed) != 1 + len(names):
         raise window.corrupt("has a member name with a line break")
-    if names and TRICK.search(joined):
+    if names and is_tricky(text):
         raise window.corrupt("has a member name that is not a plain relative path")
-    return listed
+    return listed[0], listed[1:]
 
 
 def _quote(name: bytes) -> str:

@@ -38,17 +38,16 @@ class TorchFile:
         """Say whether CRCs were computed: under ``set_crc32_options(False)`` torch writes 0 for every record."""
         return any(record.crc for record in self.records.values())
 
-    def read(self, tensor: StoredTensor, *, fd: int | None = None) -> bytes:
-        """Return the elements of ``tensor`` in row-major order; meant for small ones such as ``step``.
+    def read(self, tensor: StoredTensor) -> bytes:
+        """Return the elements of ``tensor`` in row-major order; meant for small ones.
 
-        ``fd`` is an open descriptor of the file, to save opening it for each of many. Raises CorruptFileError when
-        the file has become shorter.
+        Raises CorruptFileError when the file has become shorter.
         """
         itemsize = ITEMSIZE[tensor.dtype]
         if not prod(tensor.shape):
             return b""
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
-        with Window.of(self.path, self._data, fd) as window:
+        with Window.of(self.path, self._data) as window:
             data = window.read_exactly(tensor.record.offset + tensor.storage_offset * itemsize, span * itemsize)
         if span == prod(tensor.shape) and tensor.stride == contiguous_stride(tensor.shape):
             return data
@@ -136,6 +135,6 @@ def _index(window: Window, opaque: bool) -> TorchFile:
     pickled = window.read_exactly(records["data.pkl"].offset, records["data.pkl"].nbytes)
     rebuilder = Rebuilder(records, window)
     root = pickle_data.loads(
-        pickled, path=window.path, allow=rebuilder.allow, persistent_load=rebuilder.storage, opaque=opaque
+        pickled, path=window.path, allow=rebuilder.allow(), persistent_load=rebuilder.storage, opaque=opaque
     )
     return TorchFile(window.path, folder, root, records, window.data)

@@ -31,10 +31,10 @@ from nemo_optim_bridge.formats.torch_zip.structs import (
     LOCAL_SIGNATURE,
     LOCATOR,
     LOCATOR_SIGNATURE,
-    TRICK,
     UINT16,
     UINT32,
     UTF8,
+    is_tricky,
 )
 
 _ALIGNMENT: Final = 64
@@ -64,7 +64,7 @@ def lay_out(root: object, archive: str) -> tuple[Part, ...]:
 
     Raises TargetError for a tree, tensor or name that cannot be written.
     """
-    if not archive or "/" in archive or TRICK.search(archive) or "\n" in archive:
+    if not archive or "/" in archive or is_tricky(archive) or "\n" in archive:
         raise TargetError(f"{archive!r} cannot be the folder name of a torch file")
     pickled, tensors = _pickle_tree(root)
     layout = _Layout(archive)

@@ -15,5 +15,11 @@ LOCAL_SIGNATURE, CENTRAL_SIGNATURE, END_SIGNATURE = 0x04034B50, 0x02014B50, 0x06
 END64_SIGNATURE, LOCATOR_SIGNATURE, DESCRIPTOR_SIGNATURE = 0x06064B50, 0x07064B50, 0x08074B50
 UINT16, UINT32 = 0xFFFF, 0xFFFFFFFF
 HAS_DESCRIPTOR, UTF8 = 0x8, 0x800
-#: Member names that could mean another place to some unpacker; one name a line.
-TRICK: Final = re.compile(r"^/|(?:^|/)\.{0,2}(?:/|$)|[\\:\x00-\x09\x0b-\x1f\x7f]|/$", re.MULTILINE)
+FOLDER = 0x10  # among the external attributes
+_CONTROL: Final = re.compile(r"[\\:\x00-\x09\x0b-\x1f\x7f]")
+
+
+def is_tricky(names: str) -> bool:
+    """Tell whether any of some member names, one a line, could mean another place to some unpacker."""
+    parts = f"/{names}/".replace("\n", "/")
+    return any(trick in parts for trick in ("//", "/./", "/../")) or _CONTROL.search(names) is not None

@@ -15,7 +15,7 @@ from nemo_optim_bridge.formats.torch_zip.dtypes import MAX_NDIM, STORAGE_CLASS
 from nemo_optim_bridge.formats.torch_zip.window import Window
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # freezing takes as long as all the rest of making one
 class StoredStorage:
     """A storage of ``numel`` elements at the start of a record."""
 
@@ -24,7 +24,7 @@ class StoredStorage:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StoredTensor:
     """A strided view of a record; ``stride`` and ``storage_offset`` are in elements from the record's start."""
 
@@ -86,7 +86,10 @@ class Rebuilder:
         self._records = records
         self._window = window
         self._storages: dict[str, StoredStorage] = {}
-        self.allow: dict[tuple[str, str], object] = {
+
+    def allow(self) -> dict[tuple[str, str], object]:
+        """Return what torch's names stand for in the file's pickle."""
+        return {
             **_CONSTANTS,
             ("torch._utils", "_rebuild_tensor"): self._tensor,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,

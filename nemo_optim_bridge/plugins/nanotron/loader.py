@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +82,6 @@ def load_optimizer(
     running = together(lambda: read_running(optimizer, parallel_context), world)
     fqns = _all_fqns(running, parallel_context.pp_pg)
     load = _plan(root_folder, running, fqns, vocab_size, replicas, Ranks(world))
-    gc.collect()  # reading headers leaves cycles behind
     together(lambda: load.check(check_crcs, replicas), world)
     num_bytes_read = together(load.read_states, world)
     undo = together(lambda: Undo(running), world)
