@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -22,6 +23,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[int], None]
 _WORTH_WORKERS = 256 << 20
+#: Every message of a worker wakes the leader, which takes the processor from some worker.
+_REPORT_SECONDS = 0.1
 #: Makes the function that handles one item, in the process that does; it reports bytes to the callback given.
 Maker = Callable[[Progress], Callable[[Item], Result]]
 
@@ -57,14 +60,23 @@ class Team(Protocol):
 
 
 def shares(weights: Sequence[int], members: int) -> list[list[int]]:
-    """Return item numbers for each member, about equally heavy, each in order: the heaviest first to the lightest."""
+    """Return item numbers for each member, about equally heavy, each beginning at its own place in their order.
+
+    Members then rarely write one file at the same time, in which the system would make them wait for each other.
+    """
     loads = [0] * members
     result: list[list[int]] = [[] for _ in range(members)]
     for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
         member = loads.index(min(loads))
         loads[member] += weights[item]
         result[member].append(item)
-    return [sorted(items) for items in result]
+    return [_from_place(sorted(items), member, members) for member, items in enumerate(result)]
+
+
+def _from_place(items: list[int], place: int, places: int) -> list[int]:
+    """Return the items in order, round from one of several equally distant places."""
+    first = len(items) * place // places
+    return [*items[first:], *items[:first]]
 
 
 def find_team(workers: int | None) -> Team:
@@ -145,11 +157,20 @@ def _worth(weights: Sequence[int]) -> int:
 def _work(make: Any, items: Sequence[Any], share: Sequence[int], sender: Connection) -> None:
     """Handle a share of the items in a forked process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    unsent, sent_at = 0, time.monotonic()
+
+    def report(num_bytes: int) -> None:
+        nonlocal unsent, sent_at
+        unsent += num_bytes
+        now = time.monotonic()
+        if now - sent_at >= _REPORT_SECONDS:
+            sender.send(("progress", unsent))
+            unsent, sent_at = 0, now
+
     try:
-        function = make(lambda num_bytes: sender.send(("progress", num_bytes)))
-        for item in share:
-            sender.send(("result", item, function(items[item])))
-        sender.send(("done",))
+        function = make(report)
+        results = {item: function(items[item]) for item in share}
+        sender.send(("done", unsent, results))
     except BridgeError as error:
         sender.send(("error", error))
     except (KeyboardInterrupt, BrokenPipeError):
@@ -175,13 +196,11 @@ def _receive(receiver: Any, running: dict[Any, Any], results: dict[int, Any], pr
             f"a worker process ended with exit code {process.exitcode} before its work was done",
             hint="negative codes are signals; -9 is often the system running out of memory",
         ) from None
-    if message[0] == "progress":
-        progress(message[1])
-    elif message[0] == "result":
-        results[message[1]] = message[2]
-    elif message[0] == "error":
+    if message[0] == "error":
         raise message[1]
-    else:
+    progress(message[1])
+    if message[0] == "done":
+        results.update(message[2])
         running.pop(receiver).join()
 
 
