@@ -171,8 +171,12 @@ def _wanted_rows(target: Manifest, ranks: Sequence[int] | None) -> IntArray:
     table = target.shards
     rows = np.arange(len(table)) if ranks is None else np.flatnonzero(np.isin(table.rank, list(ranks)))
     buffer, offset = table.buffer[rows], table.storage_offset[rows]
-    ascending = (buffer[1:] > buffer[:-1]) | ((buffer[1:] == buffer[:-1]) & (offset[1:] > offset[:-1]))
-    return rows if ascending.all() else rows[np.lexsort((offset, buffer))]
+    return rows if _ascend(buffer, offset) else rows[np.lexsort((offset, buffer))]
+
+
+def _ascend(major: IntArray, minor: IntArray) -> bool:
+    """Tell whether the pairs (major, minor) ascend, no two being equal."""
+    return bool(((major[1:] > major[:-1]) | ((major[1:] == major[:-1]) & (minor[1:] > minor[:-1]))).all())
 
 
 def _source_boxes(
@@ -223,10 +227,12 @@ def _choose_primaries(source: Manifest, rows: IntArray, index: BoxIndex) -> tupl
     return read, np.stack([rows[leader], rows[members]], axis=1)[~is_first]
 
 
-def _precedence(source: Manifest, rows: IntArray, group: IntArray) -> IntArray:
+def _precedence(source: Manifest, rows: IntArray, group: IntArray) -> IntArray | slice:
     """Return the order by group, then rank, then place of the bytes; never by order of listing."""
     table = source.shards
     rank = table.rank[rows]
+    if _ascend(group, rank):
+        return _ALL
     order = np.lexsort((rank, group))
     if not ((np.diff(group[order]) == 0) & (np.diff(rank[order]) == 0)).any():
         return order
@@ -247,6 +253,7 @@ class _Pieces:
     shape: IntArray
     place: IntArray
     base: IntArray  # per target buffer: where it begins on that line
+    covered: IntArray  # per wanted target shard: elements in its pieces
 
     def __len__(self) -> int:
         return len(self.place)
@@ -272,13 +279,17 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
     row_type = np.int32 if max(len(table), read.max(initial=0)) < 2**31 else np.int64
     pieces = _Pieces(
         np.empty(count, row_type), np.empty(count, row_type), np.empty((count, max_ndim), np.int64),
-        np.empty((count, max_ndim), np.int64), np.empty(count, np.int64), base,
+        np.empty((count, max_ndim), np.int64), np.empty(count, np.int64), base, np.zeros(len(wanted), np.int64),
     )  # fmt: skip
     used = 0
     for start in range(0, count, _CHUNK):
         some, at = query[start : start + _CHUNK], found[start : start + _CHUNK]
         offsets, shape = intersect(sought, some, boxes, at)
-        real = volume(shape) > 0
+        numel = volume(shape)
+        first = some.min()  # queries come in runs: those of a chunk are few
+        covered = np.bincount(some - first, weights=numel).astype(np.int64)
+        pieces.covered[first : first + len(covered)] += covered
+        real = numel > 0
         if not real.all():
             some, at, offsets, shape = some[real], at[real], offsets[real], shape[real]
         rows = slice(used, used + len(some))
@@ -293,8 +304,7 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
 
 def _uncovered(table: ShardTable, wanted: IntArray, pieces: _Pieces) -> list[BridgeError]:
     """Return an error for each target shard that its pieces do not cover; sources are known to be disjoint."""
-    covered = np.bincount(pieces.target_rows, weights=volume(pieces.shape), minlength=len(table))
-    missing = wanted[covered[wanted] != volume(table.shape)[wanted]]
+    missing = wanted[pieces.covered != volume(table.shape)[wanted]]
     problems = [_missing(table, row, pieces) for row in missing.tolist()]
     return sorted(problems, key=lambda problem: (problem.key, problem.rank, problem.region))
 
