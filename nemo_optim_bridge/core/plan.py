@@ -253,7 +253,6 @@ class _Pieces:
     shape: IntArray
     place: IntArray
     base: IntArray  # per target buffer: where it begins on that line
-    covered: IntArray  # per wanted target shard: elements in its pieces
 
     def __len__(self) -> int:
         return len(self.place)
@@ -279,17 +278,13 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
     row_type = np.int32 if max(len(table), read.max(initial=0)) < 2**31 else np.int64
     pieces = _Pieces(
         np.empty(count, row_type), np.empty(count, row_type), np.empty((count, max_ndim), np.int64),
-        np.empty((count, max_ndim), np.int64), np.empty(count, np.int64), base, np.zeros(len(wanted), np.int64),
+        np.empty((count, max_ndim), np.int64), np.empty(count, np.int64), base,
     )  # fmt: skip
     used = 0
     for start in range(0, count, _CHUNK):
         some, at = query[start : start + _CHUNK], found[start : start + _CHUNK]
         offsets, shape = intersect(sought, some, boxes, at)
-        numel = volume(shape)
-        first = some.min()  # queries come in runs: those of a chunk are few
-        covered = np.bincount(some - first, weights=numel).astype(np.int64)
-        pieces.covered[first : first + len(covered)] += covered
-        real = numel > 0
+        real = volume(shape) > 0
         if not real.all():
             some, at, offsets, shape = some[real], at[real], offsets[real], shape[real]
         rows = slice(used, used + len(some))
@@ -304,7 +299,8 @@ def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Box
 
 def _uncovered(table: ShardTable, wanted: IntArray, pieces: _Pieces) -> list[BridgeError]:
     """Return an error for each target shard that its pieces do not cover; sources are known to be disjoint."""
-    missing = wanted[pieces.covered != volume(table.shape)[wanted]]
+    covered = np.bincount(pieces.target_rows, weights=volume(pieces.shape), minlength=len(table))
+    missing = wanted[covered[wanted] != volume(table.shape)[wanted]]
     problems = [_missing(table, row, pieces) for row in missing.tolist()]
     return sorted(problems, key=lambda problem: (problem.key, problem.rank, problem.region))
 
