@@ -40,12 +40,12 @@ def _error(manifest: Manifest, problem: str, row: int) -> ContradictionError:
 
 def _extents(table: ShardTable, rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Return the distance from each view's first element to past its last, and whether its strides descend."""
+    shape, stride = table.shape.take(rows, axis=0), table.stride.take(rows, axis=0)
     span = np.zeros(len(rows), np.int64)
     row_major = np.ones(len(rows), np.bool_)
-    for dim in reversed(range(table.shape.shape[1])):
-        size, step = table.shape[rows, dim], table.stride[rows, dim]
-        row_major &= (size == 1) | (step > span)
-        span += (size - 1) * step
+    for dim in reversed(range(shape.shape[1])):
+        row_major &= (shape[:, dim] == 1) | (stride[:, dim] > span)
+        span += (shape[:, dim] - 1) * stride[:, dim]
     return span + 1, row_major
 
 
