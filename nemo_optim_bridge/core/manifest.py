@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -218,15 +217,11 @@ class Manifest:
 
     def sizes(self, max_ndim: int) -> IntArray:
         """Return the shapes of all tensors as (tensors, max_ndim), with leading ones."""
-        sizes = np.ones((len(self.tensors), max_ndim), np.int64)
-        by_ndim: dict[int, list[int]] = {}
-        for row, spec in enumerate(self.tensors):
-            by_ndim.setdefault(len(spec.shape), []).append(row)
-        for ndim, rows in by_ndim.items():
-            if ndim:
-                values = chain.from_iterable(self.tensors[row].shape for row in rows)
-                sizes[rows, max_ndim - ndim :] = np.fromiter(values, np.int64).reshape(-1, ndim)
-        return sizes
+        shapes = [spec.shape for spec in self.tensors]
+        number = {shape: row for row, shape in enumerate(dict.fromkeys(shapes))}  # a model has few shapes
+        padded = [(1,) * (max_ndim - len(shape)) + tuple(shape) for shape in number]
+        distinct = np.array(padded, np.int64).reshape(len(padded), max_ndim)
+        return distinct[np.array([number[shape] for shape in shapes], np.int64)]
 
 
 def problems_of(manifest: Manifest) -> Iterator[BridgeError]:

@@ -171,8 +171,12 @@ def _wanted_rows(target: Manifest, ranks: Sequence[int] | None) -> IntArray:
     table = target.shards
     rows = np.arange(len(table)) if ranks is None else np.flatnonzero(np.isin(table.rank, list(ranks)))
     buffer, offset = table.buffer[rows], table.storage_offset[rows]
-    ascending = (buffer[1:] > buffer[:-1]) | ((buffer[1:] == buffer[:-1]) & (offset[1:] > offset[:-1]))
-    return rows if ascending.all() else rows[np.lexsort((offset, buffer))]
+    return rows if _ascend(buffer, offset) else rows[np.lexsort((offset, buffer))]
+
+
+def _ascend(major: IntArray, minor: IntArray) -> bool:
+    """Tell whether the pairs (major, minor) ascend, no two being equal."""
+    return bool(((major[1:] > major[:-1]) | ((major[1:] == major[:-1]) & (minor[1:] > minor[:-1]))).all())
 
 
 def _source_boxes(
@@ -223,10 +227,12 @@ def _choose_primaries(source: Manifest, rows: IntArray, index: BoxIndex) -> tupl
     return read, np.stack([rows[leader], rows[members]], axis=1)[~is_first]
 
 
-def _precedence(source: Manifest, rows: IntArray, group: IntArray) -> IntArray:
+def _precedence(source: Manifest, rows: IntArray, group: IntArray) -> IntArray | slice:
     """Return the order by group, then rank, then place of the bytes; never by order of listing."""
     table = source.shards
     rank = table.rank[rows]
+    if _ascend(group, rank):
+        return _ALL
     order = np.lexsort((rank, group))
     if not ((np.diff(group[order]) == 0) & (np.diff(rank[order]) == 0)).any():
         return order
