@@ -101,12 +101,12 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _sources(source: Checkpoint) -> dict[str, list[str]]:
     """Return the files that hold each tensor, relative to the checkpoint where they lie in it."""
-    table = source.manifest.shards
-    names = [_relative(buffer.file, source.path) for buffer in source.manifest.buffers]
+    table, buffers = source.manifest.shards, source.manifest.buffers
+    names = [_relative(file, source.path) for file in buffers.files]
     found: dict[str, set[str]] = {str(spec.key): set() for spec in source.manifest.tensors}
     keys = list(found)
-    for tensor, buffer in zip(table.tensor.tolist(), table.buffer.tolist(), strict=True):
-        found[keys[tensor]].add(names[buffer])
+    for tensor, file in zip(table.tensor.tolist(), buffers.file[table.buffer].tolist(), strict=True):
+        found[keys[tensor]].add(names[file])
     return {key: sorted(files) for key, files in found.items()}
 
 

@@ -64,10 +64,12 @@ def shares(weights: Sequence[int], members: int) -> list[list[int]]:
 
     Members then rarely write one file at the same time, in which the system would make them wait for each other.
     """
-    loads = [0] * members
+    loads, member = [0] * members, 0
     result: list[list[int]] = [[] for _ in range(members)]
     for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
-        member = loads.index(min(loads))
+        least = min(loads)
+        if loads[member] > least:  # otherwise once more the same: items of two kinds in turn are dealt out evenly
+            member = loads.index(least)
         loads[member] += weights[item]
         result[member].append(item)
     return [_from_place(sorted(items), member, members) for member, items in enumerate(result)]

@@ -91,6 +91,13 @@ def test_shares_are_a_partition_and_about_equally_heavy(weights: list[int], memb
     assert parts == shares(weights, members)
 
 
+def test_members_begin_at_their_own_places_and_two_kinds_in_turn_are_dealt_out_evenly() -> None:
+    first, second = shares([5] * 8, 2)
+    assert first == [0, 3, 4, 7]
+    assert second == [5, 6, 1, 2]
+    assert [part[0] for part in shares([1] * 400, 4)] == sorted(part[0] for part in shares([1] * 400, 4))
+
+
 def test_workers_are_found_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     def processes(workers: int | None, num_bytes: int) -> int:
         return len(set(find_team(workers).map(lambda _: lambda _: os.getpid(), range(8), [num_bytes // 8] * 8, ignore)))
