@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class BufferFiller:
             else:
                 self._fill_strided(batch, piece, out.view(unsigned(run.dtype)), run.dtype, first, last)
 
-    def fill_whole(self, first: int, starts: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+    def fill_whole(self, first: int, starts: IntArray, out: npt.NDArray[np.uint8]) -> None:
         """Fill whole target buffers, numbered from ``first`` on: number ``first + i`` goes to byte ``starts[i]``."""
         table = self._plan.target.buffers[first : first + len(starts)]
         itemsize = table.itemsize()
@@ -58,34 +58,38 @@ class BufferFiller:
         owner = batch.target_buffer[pieces] - first
         covered = np.bincount(owner, batch.numel[pieces], len(starts)) * itemsize
         for gap in np.flatnonzero(covered != table.nbytes).tolist():
-            out[starts[gap] : starts[gap] + int(table.nbytes[gap])] = 0
-        size = itemsize[owner]
-        start = np.asarray(starts, np.int64)[owner] + batch.target_offset[pieces] * size
+            out[starts[gap] : starts[gap] + table.nbytes[gap]] = 0
+        start = starts[owner] + batch.target_offset[pieces] * itemsize[owner]
         flat = batch.is_flat[pieces]
-        stop = start + batch.numel[pieces] * size
-        offset = batch.source_offset[pieces] * size
         view, read = out.data, self._store.read_into
-        columns = (batch.source_buffer[pieces], offset, start, stop)
+        offset, stop = batch.source_offset[pieces] * itemsize[owner], start + batch.numel[pieces] * itemsize[owner]
+        columns = batch.source_buffer[pieces], offset, start, stop
         for buffer, at, a, b in zip(*(column[flat].tolist() for column in columns), strict=True):
             read(buffer, at, view[a:b])
-        for piece, number in zip(pieces[~flat].tolist(), owner[~flat].tolist(), strict=True):
-            dtype, nbytes = DTYPES[table.dtype[number]], int(table.nbytes[number])
-            buffer = out[starts[number] : starts[number] + nbytes].view(unsigned(dtype))
-            self._fill_strided(batch, piece, buffer, dtype, 0, len(buffer))
+        strided = pieces[~flat].tolist(), start[~flat].tolist(), table.dtype[owner[~flat]].tolist()
+        for piece, at, dtype in zip(*strided, strict=True):
+            shape, source_stride, target_stride = batch.strides(piece)
+            kind = unsigned(DTYPES[dtype])
+            box = np.ndarray(shape, kind, view, at, tuple(s * kind.itemsize for s in target_stride))
+            self._gather(batch, piece, box, DTYPES[dtype], int(batch.source_offset[piece]), source_stride)
 
     def _fill_strided(
         self, batch: _Batch, piece: int, out: npt.NDArray[Any], dtype: str, first: int, last: int
     ) -> None:  # fmt: skip
         shape, source_stride, target_stride = batch.strides(piece)
         base = int(batch.target_offset[piece])
-        buffer = int(batch.source_buffer[piece])
-        source_dtype = self._plan.source.buffers[buffer].dtype
+        strides = tuple(s * out.itemsize for s in target_stride)
         for offsets, size in window_boxes(shape, target_stride, base, first, last):
             target = base + sum(o * s for o, s in zip(offsets, target_stride, strict=True)) - first
             source = int(batch.source_offset[piece]) + sum(o * s for o, s in zip(offsets, source_stride, strict=True))
-            strides = tuple(s * out.itemsize for s in target_stride)
-            view = np.ndarray(size, out.dtype, out.data, target * out.itemsize, strides)
-            self._gatherer.gather(view, dtype, buffer, source_dtype, source, source_stride)
+            box = np.ndarray(size, out.dtype, out.data, target * out.itemsize, strides)
+            self._gather(batch, piece, box, dtype, source, source_stride)
+
+    def _gather(
+        self, batch: _Batch, piece: int, out: npt.NDArray[Any], dtype: str, offset: int, stride: tuple[int, ...]
+    ) -> None:  # fmt: skip
+        buffer = int(batch.source_buffer[piece])
+        self._gatherer.gather(out, dtype, buffer, DTYPES[self._plan.source.buffers.dtype[buffer]], offset, stride)
 
     def _pieces(self, first: int, last: int | None = None) -> tuple[_Batch, IntArray]:
         """Return the batch that holds the pieces of buffers ``first`` to ``last`` (included), and their rows in it."""
@@ -124,15 +128,16 @@ class _Batch:
 
     def strides(self, piece: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return a piece's shape and both strides, dimensions in the order of the target's addresses, without ones."""
-        shape, source, target = (
-            columns[piece].tolist() for columns in (self.shape, self.source_stride, self.target_stride)
-        )
-        dims = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -target[d])
-        return (
-            tuple(shape[d] for d in dims),
-            tuple(source[d] for d in dims),
-            tuple(target[d] for d in dims),
-        )
+        columns = self.shape[piece], self.source_stride[piece], self.target_stride[piece]
+        return _in_order(*(tuple(column.tolist()) for column in columns))
+
+
+@lru_cache(maxsize=1 << 10)  # layers repeat each other
+def _in_order(
+    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    dims = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -target[d])
+    return tuple(shape[d] for d in dims), tuple(source[d] for d in dims), tuple(target[d] for d in dims)
 
 
 def _leading(columns: IntArray, ndim: int) -> IntArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -63,12 +64,7 @@ class Gatherer:
 
     def _gather(self, out: Array, buffer: int, offset: int, stride: tuple[int, ...], itemsize: int) -> None:
         shape = out.shape
-        order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: stride[d])
-        span, run = 1, 1
-        for dim in order:
-            if stride[dim] == run == span:
-                run *= shape[dim]
-            span += (shape[dim] - 1) * stride[dim]
+        order, span, run = _extent(shape, stride)
         if run == out.size and order == sorted(order, reverse=True) and out.flags.c_contiguous:
             self._store.read_into(buffer, offset * itemsize, out.reshape(-1).view(np.uint8).data)
             return
@@ -85,6 +81,20 @@ class Gatherer:
         for start in range(0, shape[dim], count):
             part = out[(*whole, slice(start, start + count))]
             self._gather(part, buffer, offset + start * stride[dim], stride, itemsize)
+
+
+@lru_cache(maxsize=1 << 10)  # layers repeat each other
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], int, int]:
+    """Return the dimensions of a box, innermost first without ones, from its first to past its last address, and how
+    many elements follow each other without a gap.
+    """
+    order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: stride[d])
+    span, run = 1, 1
+    for dim in order:
+        if stride[dim] == run == span:
+            run *= shape[dim]
+        span += (shape[dim] - 1) * stride[dim]
+    return order, span, run
 
 
 def round_to_bfloat16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:

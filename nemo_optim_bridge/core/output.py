@@ -1,54 +1,75 @@
-"""An output file as a sequence of parts, written front to back. Formats lay files out; the executor fills them."""
+"""An output file: text that is known, around payloads that are not. Formats lay files out; the executor fills them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from nemo_optim_bridge.core.manifest import IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """Bytes that are known when the file is laid out."""
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything lies in a file, or in many alike; positions and sizes in bytes.
 
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return len(self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """The bytes of buffer number ``buffer`` of the target manifest; what no shard covers is zero."""
-
-    buffer: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """Bytes that depend on the CRC-32 of payloads that came before in this file.
-
-    ``seal`` is given those of all of them in order, of which the ones before ``first_payload`` do not matter.
+    Attributes:
+        text: what is no payload, in order, with anything in the place of checksums.
+        marks: (n,) where in the text each payload is put.
+        sizes: (n,) of the payloads, none of them empty.
+        crcs: (k, n) where in the text the CRC-32 of each payload goes, as four bytes, little-endian; rows ascend. The
+            place is between its payload and the next, or after the last payload.
     """
 
-    nbytes: int
-    seal: Callable[[Sequence[int]], bytes]
-    first_payload: int = 0
+    text: bytes
+    marks: IntArray
+    sizes: IntArray
+    crcs: IntArray
+
+    @classmethod
+    def of(cls, text: bytes, nbytes: int = 0) -> Layout:
+        """Return the layout of a text, and a payload of ``nbytes`` after it if that is not 0."""
+        count = 1 if nbytes else 0
+        marks, sizes = np.full(count, len(text), np.int64), np.full(count, nbytes, np.int64)
+        return cls(text, marks, sizes, np.zeros((0, count), np.int64))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.text) + int(self.sizes.sum())
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """Where in the file each payload begins."""
+        return self.marks + np.cumsum(self.sizes) - self.sizes
+
+    def sealed(self, start: int, stop: int, crcs: npt.NDArray[np.uint32]) -> memoryview:
+        """Return the text from ``start`` to ``stop`` with the checksums of all payloads in their places."""
+        if not len(self.crcs):
+            return memoryview(self.text)[start:stop]
+        text = np.frombuffer(self.text, np.uint8)[start:stop].copy()
+        data = crcs.astype("<u4").view(np.uint8).reshape(-1, 4)
+        for places in self.crcs:
+            first, last = np.searchsorted(places, (start, stop))
+            text[places[first:last, None] - start + np.arange(4)] = data[first:last]
+        return text.data
 
 
-Part = Literal | Payload | Sealed
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OutputFile:
-    """A file to write: its path relative to the output directory, and its parts in order."""
+    """A file to write, below the output directory.
+
+    Payload ``i`` holds the bytes of buffer number ``first_buffer + i`` of the target manifest; what no shard covers is
+    zero.
+    """
 
     path: str
-    parts: tuple[Part, ...]
+    layout: Layout
+    first_buffer: int = 0
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(part.nbytes for part in self.parts)
+        return self.layout.nbytes

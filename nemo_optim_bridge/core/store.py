@@ -15,6 +15,9 @@ from nemo_optim_bridge.core.manifest import BufferTable, Identity, Manifest
 from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, SourceChangedError, unreadable
 
 _MAX_OPEN_FILES = 128
+_SMALL_BYTES = 4 << 10  # reads of fewer, and gaps between them, cost less to copy than a system call
+_AHEAD_BYTES = 64 << 10
+_MAX_AHEAD = 16  # files that are read ahead at a time
 
 
 class Store(Protocol):
@@ -27,13 +30,15 @@ class Store(Protocol):
 class FileStore:
     """Buffers that are runs of bytes in files, read with pread; few descriptors are open at a time.
 
-    A file must stay the one that ``identities`` knows, or that was opened first: see ``check_unchanged``.
+    Small reads that follow each other are read ahead. A file must stay the one that ``identities`` knows, or that was
+    opened first: see ``check_unchanged``.
     """
 
     def __init__(self, buffers: BufferTable, identities: Mapping[str, Identity] | None = None) -> None:
         self._files = buffers.files
         self._file, self._offset = buffers.file.data, buffers.offset.data  # as views: their items are Python's ints
         self._open: OrderedDict[int, int] = OrderedDict()  # by number of the file
+        self._ahead: OrderedDict[int, tuple[int, bytes]] = OrderedDict()  # by number of the file: position, and bytes
         self._seen: dict[str, Identity] = dict(identities or {})
         self.num_bytes_read = 0
 
@@ -53,9 +58,38 @@ class FileStore:
     def read_into(self, buffer: int, offset: int, out: memoryview) -> None:
         """Fill ``out``; raises CorruptFileError when the file ends too early, MissingSourceError without a file."""
         number = self._file[buffer]
-        descriptor = self._descriptor(number)
-        position, stop = self._offset[buffer] + offset, self._offset[buffer] + offset + len(out)
+        position = self._offset[buffer] + offset
         self.num_bytes_read += len(out)
+        if len(out) < _SMALL_BYTES:
+            done = self._take_ahead(number, position, out)
+            position, out = position + done, out[done:]
+        if len(out):
+            self._read(number, position, out)
+
+    def _take_ahead(self, number: int, position: int, out: memoryview) -> int:
+        """Fill the start of ``out`` from what is read ahead of small reads of a file; return how many bytes."""
+        start, ahead = self._ahead.get(number, (position + 1, b""))
+        stop = start + len(ahead)
+        if position < start or position + len(out) > stop:
+            if start <= position <= stop + _SMALL_BYTES:
+                start, ahead = position, self._read_ahead(number, position)
+            else:  # maybe the first of some
+                start, ahead = position + len(out), b""
+            self._ahead[number] = start, ahead
+            if len(self._ahead) > _MAX_AHEAD:
+                self._ahead.popitem(last=False)
+        found = ahead[position - start : position - start + len(out)]
+        out[: len(found)] = found
+        return len(found)
+
+    def _read_ahead(self, number: int, position: int) -> bytes:
+        try:
+            return os.pread(self._descriptor(number), _AHEAD_BYTES, position)
+        except OSError as error:
+            raise unreadable(self._files[number], error) from error
+
+    def _read(self, number: int, position: int, out: memoryview) -> None:
+        descriptor, stop = self._descriptor(number), position + len(out)
         while position < stop:
             try:
                 count = os.preadv(descriptor, [out], position)
@@ -67,8 +101,7 @@ class FileStore:
                     hint="copy the file again from the original run",
                 )  # fmt: skip
             position += count
-            if position < stop:
-                out = out[count:]
+            out = out[count:]
 
     def check_unchanged(self) -> None:
         """Raise SourceChangedError when a file that was read is no longer the one that was opened first."""
@@ -87,6 +120,7 @@ class FileStore:
 
     def close(self) -> None:
         """Close every open descriptor."""
+        self._ahead.clear()
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -107,7 +141,9 @@ class FileStore:
             return descriptor
         file = self._files[number]
         if len(self._open) >= _MAX_OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
+            closed, descriptor = self._open.popitem(last=False)
+            os.close(descriptor)
+            self._ahead.pop(closed, None)
         try:
             descriptor = self._open_file(file)
         except OSError as error:

@@ -1,23 +1,26 @@
 """Write output files: bytes move from file to file through one small, aligned, reused buffer.
 
-Files are cut into segments of whole parts that can be written in any order, by any process.
+Files are cut into segments that can be written in any order, by any process; small files are written several at a time.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from isal.isal_zlib import crc32
 
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import aligned_buffer
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest
-from nemo_optim_bridge.core.output import Literal, OutputFile, Part, Payload, Sealed
+from nemo_optim_bridge.core.output import OutputFile
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.store import FileStore, Store
 from nemo_optim_bridge.core.team import Progress, Team, ignore
@@ -27,38 +30,41 @@ WINDOW_BYTES = 1 << 20
 SEGMENT_BYTES = 64 << 20
 _ALIGNMENT = 64  # of torch's records; unaligned copies are far slower
 
+Crcs = npt.NDArray[np.uint32]
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Parts ``start`` to ``stop`` of file number ``file``, which lie from byte ``offset`` on.
+    """Bytes ``begin`` to ``end`` of file number ``file``, in which its payloads ``start`` to ``stop`` lie.
 
-    ``first_payload`` is the number in the file of the first payload among them; ``is_whole`` says that there is no
-    other segment of this file.
+    ``is_whole`` says that there is no other segment of this file.
     """
 
     file: int
     start: int
     stop: int
-    offset: int
-    nbytes: int
-    first_payload: int
+    begin: int
+    end: int
     is_whole: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.begin
 
 
 def cut_files(files: Sequence[OutputFile]) -> list[Segment]:
-    """Return segments of about SEGMENT_BYTES that cover all files; a cut is only made before a literal."""
+    """Return segments of about SEGMENT_BYTES that cover all files; a cut is only made before a payload."""
     segments: list[Segment] = []
     for number, file in enumerate(files):
-        bounds = [(0, 0, 0)]  # part, byte offset, payload
-        offset = payloads = 0
-        for index, part in enumerate(file.parts):
-            if isinstance(part, Literal) and offset - bounds[-1][1] >= SEGMENT_BYTES:
-                bounds.append((index, offset, payloads))
-            offset += part.nbytes
-            payloads += isinstance(part, Payload)
-        ends = [*bounds[1:], (len(file.parts), offset, payloads)]
-        for (start, begin, first), (stop, end, _) in zip(bounds, ends, strict=True):
-            segments.append(Segment(number, start, stop, begin, end - begin, first, len(bounds) == 1))
+        bounds = [(0, 0)]  # payload, byte
+        if file.nbytes > SEGMENT_BYTES:
+            for payload, position in enumerate(file.layout.starts[1:].tolist(), 1):
+                if position - bounds[-1][1] >= SEGMENT_BYTES:
+                    bounds.append((payload, position))
+        ends = [*bounds[1:], (len(file.layout.sizes), file.nbytes)]
+        for (start, begin), (stop, end) in zip(bounds, ends, strict=True):
+            segments.append(Segment(number, start, stop, begin, end, len(bounds) == 1))
     return segments
 
 
@@ -66,7 +72,7 @@ def write_files(
     directory: Path, files: Sequence[OutputFile], plan: Plan, team: Team, *, fsync: bool, progress: Progress = ignore,
     writers: Sequence[range] | None = None, open_store: Callable[[Manifest], Store] = FileStore.of,
 ) -> None:  # fmt: skip
-    """Write files below a new ``directory``; every rank of a team calls this with the files that it has a part in.
+    """Write files below a new, empty ``directory``; every rank of a team calls this with those that it has a part in.
 
     Args:
         plan: fills the buffers of ``files``.
@@ -77,29 +83,30 @@ def write_files(
     """
     segments = cut_files(files)
     ranks = share_files([file.nbytes for file in files], team.num_ranks) if writers is None else writers
-    mine = list(_own_segments(segments, ranks, team.rank))
+    mine = list(_bundles(_own_segments(segments, ranks, team.rank), files))
 
     def writer(report: Progress) -> SegmentWriter:
         filler = BufferFiller(plan, open_store(plan.source))
         return SegmentWriter(directory, files, filler, plan, fsync=fsync, progress=report)
 
-    def write() -> dict[tuple[str, int], list[int]]:
-        crcs = team.local.map(lambda report: writer(report).write, mine, [s.nbytes for s in mine], progress)
+    def write() -> dict[tuple[str, int], Crcs]:
+        sizes = [sum(segment.nbytes for segment in bundle) for bundle in mine]
+        crcs = team.local.map(lambda report: writer(report).write, mine, sizes, progress)
         return {
             (files[segment.file].path, segment.start): found
-            for segment, found in zip(mine, crcs, strict=True)
-            if not segment.is_whole
+            for (segment, *_), found in zip(mine, crcs, strict=True)
+            if found is not None
         }
 
     found = {place: crcs for share in team.gather(write) for place, crcs in share.items()}
 
     def finish() -> None:
-        unfinished: dict[int, list[int]] = {}
+        unfinished: dict[int, list[Crcs]] = {}
         for segment in segments:
             if not segment.is_whole and ranks[segment.file][0] == team.rank:
-                unfinished.setdefault(segment.file, []).extend(found[files[segment.file].path, segment.start])
+                unfinished.setdefault(segment.file, []).append(found[files[segment.file].path, segment.start])
         if unfinished:
-            writer(ignore).finish(unfinished, segments)
+            writer(ignore).finish({number: np.concatenate(crcs) for number, crcs in unfinished.items()})
 
     team.gather(finish)
 
@@ -130,6 +137,39 @@ def _own_segments(segments: Sequence[Segment], writers: Sequence[range], rank: i
         seen[segment.file] += 1
 
 
+def _bundles(segments: Iterable[Segment], files: Sequence[OutputFile]) -> Iterator[list[Segment]]:
+    """Yield segments one by one, but small files together that the window holds and whose buffers follow each other."""
+    bundle: list[Segment] = []
+    nbytes = buffer = 0
+    for segment in segments:
+        first = files[segment.file].first_buffer + segment.start
+        nbytes += _aligned(segment.nbytes)
+        if bundle and not (segment.is_whole and nbytes <= WINDOW_BYTES and first == buffer):
+            yield bundle
+            bundle, nbytes = [], _aligned(segment.nbytes)
+        bundle.append(segment)
+        buffer = first + segment.stop - segment.start
+    if bundle:
+        yield bundle
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Run(NamedTuple):
+    """What of a file goes to byte ``base`` of the window: from byte ``begin`` on, payloads ``start`` to ``stop``.
+
+    The text after the last of them goes with it, and the text before the first when ``begin`` is 0.
+    """
+
+    file: OutputFile
+    start: int
+    stop: int
+    begin: int
+    base: int
+
+
 class SegmentWriter:
     """Writes segments through one reused buffer; each process has its own."""
 
@@ -137,149 +177,146 @@ class SegmentWriter:
         self, directory: Path, files: Sequence[OutputFile], filler: BufferFiller, plan: Plan, *, fsync: bool,
         progress: Progress,
     ) -> None:  # fmt: skip
-        self._directory, self._files, self._filler, self._plan = directory, files, filler, plan
+        self._directory, self._files, self._filler, self._plan = str(directory), files, filler, plan
         self._fsync, self._progress = fsync, progress
         self._window = aligned_buffer(WINDOW_BYTES + _ALIGNMENT)
-        self._made: set[Path] = set()
+        self._made = {""}
 
-    def write(self, segment: Segment) -> list[int]:
-        """Write a segment, but for sealed parts that depend on others; return the CRC-32 of its payloads.
+    def write(self, bundle: Sequence[Segment]) -> Crcs | None:
+        """Write a segment, or several whole files that the window holds together.
+
+        Returns the CRC-32 of the payloads of a segment that is no whole file, for ``finish``.
 
         Raises OutputError when the system refuses.
         """
+        if len(bundle) > 1:
+            self._write_together([self._files[segment.file] for segment in bundle])
+            return None
+        (segment,) = bundle
         file = self._files[segment.file]
-        path = self._directory / file.path
-        crcs = [0] * segment.first_payload
+        crcs = np.zeros(len(file.layout.sizes), np.uint32)
+        with self._opened(file, os.O_CREAT | (os.O_EXCL if segment.is_whole else 0)) as descriptor:
+            position = segment.begin
+            for chunk in self._chunks(file, segment, crcs):
+                _write_at(descriptor, chunk, position)
+                position += len(chunk)
+                self._progress(len(chunk))
+        return None if segment.is_whole else crcs[segment.start : segment.stop]
+
+    def _write_together(self, files: Sequence[OutputFile]) -> None:
+        runs, base = [], 0
+        for file in files:
+            runs.append(_Run(file, 0, len(file.layout.sizes), 0, base))
+            base += _aligned(file.nbytes)
+        self._fill(runs, [np.zeros(run.stop, np.uint32) for run in runs])
+        for file, _, _, _, base in runs:
+            with self._opened(file, os.O_CREAT | os.O_EXCL) as descriptor:
+                _write_at(descriptor, self._window.data[base : base + file.nbytes], 0)
+        self._progress(sum(file.nbytes for file in files))
+
+    def _chunks(self, file: OutputFile, segment: Segment, crcs: Crcs) -> Iterator[memoryview]:
+        """Yield a segment's bytes in order, in runs of the window's size where possible; collect payloads' CRCs."""
+        starts = file.layout.starts[segment.start : segment.stop]
+        bounds = np.concatenate(
+            ([segment.begin], starts, [segment.end])
+        )  # text, then payloads with the text after them
+        at = 0
+        while at <= len(starts):
+            begin, payload = int(bounds[at]), segment.start + max(at - 1, 0)
+            stop = int(np.searchsorted(bounds, begin + WINDOW_BYTES, "right")) - 1
+            if stop > at:
+                run = _Run(file, payload, segment.start + stop - 1, begin, begin % _ALIGNMENT)
+                self._fill([run], [crcs])
+                yield self._window.data[run.base : run.base + int(bounds[stop]) - begin]
+            else:  # too large for the window
+                stop = at + 1
+                if at:
+                    yield from self._stream(file, payload, crcs)
+                yield file.layout.sealed(*_text_of(file, begin, payload, segment.start + at), crcs)
+            at = stop
+
+    def _fill(self, runs: Sequence[_Run], crcs: Sequence[Crcs]) -> None:
+        """Put runs, whose buffers follow each other, into the window, and the CRCs of each's payloads among its file's.
+
+        What is aligned in a file is so in memory.
+        """
+        view = self._window.data
+        places = [run.file.layout.starts[run.start : run.stop] + (run.base - run.begin) for run in runs]
+        payloads = np.concatenate(places)
+        if len(payloads):
+            self._filler.fill_whole(runs[0].file.first_buffer + runs[0].start, payloads, self._window)
+        for run, starts, known in zip(runs, places, crcs, strict=True):
+            layout = run.file.layout
+            stops = starts + layout.sizes[run.start : run.stop]
+            bounds = list(zip(starts.tolist(), stops.tolist(), strict=True))
+            if len(layout.crcs):
+                known[run.start : run.stop] = [crc32(view[start:stop]) for start, stop in bounds]
+            first, last = _text_of(run.file, run.begin, run.start, run.stop)
+            text = layout.sealed(first, last, known)
+            done, at = 0, run.base
+            for start, stop in bounds:
+                view[at:start] = text[done : done + start - at]
+                done, at = done + start - at, stop
+            view[at : at + len(text) - done] = text[done:]
+
+    def _stream(self, file: OutputFile, payload: int, crcs: Crcs) -> Iterator[memoryview]:
+        """Yield the bytes of a payload, a window at a time."""
+        crc, buffer, nbytes = 0, file.first_buffer + payload, int(file.layout.sizes[payload])
+        step = self._step(buffer)
+        for start in range(0, nbytes, step):
+            out = self._window[: min(step, nbytes - start)]
+            self._filler.fill(buffer, start, out)
+            if len(file.layout.crcs):
+                crc = crc32(out.data, crc)
+            yield out.data
+        crcs[payload] = crc
+
+    def _step(self, buffer: int) -> int:
+        """Return how many bytes of a buffer to fill at a time: whole rows of interleaved pieces where they fit."""
+        row = self._filler.row_elements(buffer) * ITEMSIZE[self._plan.target.buffers[buffer].dtype]
+        return WINDOW_BYTES // row * row if row <= WINDOW_BYTES else WINDOW_BYTES
+
+    def finish(self, crcs: Mapping[int, Crcs]) -> None:
+        """Write the text after the last payload of files that are in several segments, and sync those files.
+
+        Args:
+            crcs: of all payloads of each such file, by file number.
+        """
+        for number, known in crcs.items():
+            file = self._files[number]
+            layout = file.layout
+            with self._opened(file, 0) as descriptor:
+                text = layout.sealed(int(layout.marks[-1]), len(layout.text), known)
+                _write_at(descriptor, text, file.nbytes - len(text))
+
+    @contextmanager
+    def _opened(self, file: OutputFile, flags: int) -> Iterator[int]:
+        """Open a file for writing, and sync it in the end if that is wanted."""
         try:
-            if path.parent not in self._made:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._made.add(path.parent)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if segment.is_whole else 0)
-            descriptor = os.open(path, flags, 0o666)
+            self._make(file.path.rpartition("/")[0])
+            descriptor = os.open(f"{self._directory}/{file.path}", os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
             try:
-                position = segment.offset
-                for chunk in self._chunks(file, segment, crcs):
-                    _write_at(descriptor, chunk, position)
-                    position += len(chunk)
-                    self._progress(len(chunk))
+                yield descriptor
                 if self._fsync:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
+            path = Path(self._directory, file.path)
             raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
-        return crcs[segment.first_payload :]
 
-    def _chunks(self, file: OutputFile, segment: Segment, crcs: list[int]) -> Iterator[memoryview]:
-        """Yield a segment's bytes in order, in runs of the window's size where possible; collect payloads' CRCs.
-
-        ``crcs`` begins with those of the payloads before this segment.
-        """
-        needs_crc = any(isinstance(part, Sealed) for part in file.parts)
-        position = segment.offset
-        for parts in _runs(file.parts[segment.start : segment.stop]):
-            first = parts[0]
-            if sum(part.nbytes for part in parts) <= WINDOW_BYTES:
-                chunk = self._fill(parts, position % _ALIGNMENT, segment, crcs, needs_crc)
-                position += len(chunk)
-                yield chunk
-            elif isinstance(first, Payload):
-                position += first.nbytes
-                yield from self._stream(first, crcs, needs_crc)
-            else:
-                position += first.nbytes
-                yield memoryview(_bytes_of(first, segment, crcs))
-
-    def _fill(
-        self, parts: Sequence[Part], shift: int, segment: Segment, crcs: list[int], needs_crc: bool
-    ) -> memoryview:
-        """Return the bytes of parts that the window holds together; what is aligned in the file is so in memory."""
-        window = self._window[shift:]
-        view = window.data
-        ends = list(accumulate(part.nbytes for part in parts))
-        payloads = [(part.buffer, end - part.nbytes) for part, end in zip(parts, ends, strict=True)
-                    if isinstance(part, Payload)]  # fmt: skip
-        if payloads:
-            self._filler.fill_whole(payloads[0][0], [start for _, start in payloads], window)
-        for part, end in zip(parts, ends, strict=True):
-            start = end - part.nbytes
-            if isinstance(part, Payload):
-                crcs.append(crc32(view[start:end]) if needs_crc else 0)
-            else:
-                view[start:end] = _bytes_of(part, segment, crcs)
-        return view[: ends[-1]]
-
-    def _stream(self, part: Payload, crcs: list[int], needs_crc: bool) -> Iterator[memoryview]:
-        """Yield the bytes of a payload that is larger than the window."""
-        crc, step = 0, self._step(part)
-        for start in range(0, part.nbytes, step):
-            out = self._window[: min(step, part.nbytes - start)]
-            self._filler.fill(part.buffer, start, out)
-            if needs_crc:
-                crc = crc32(out.data, crc)
-            yield out.data
-        crcs.append(crc)
-
-    def _step(self, part: Payload) -> int:
-        """Return how many bytes of a payload to fill at a time: whole rows of interleaved pieces where they fit."""
-        row = self._filler.row_elements(part.buffer) * ITEMSIZE[self._plan.target.buffers[part.buffer].dtype]
-        return WINDOW_BYTES // row * row if row <= WINDOW_BYTES else WINDOW_BYTES
-
-    def finish(self, crcs: Mapping[int, list[int]], segments: Sequence[Segment]) -> None:
-        """Write the sealed parts of files that are in several segments, and sync those files.
-
-        Args:
-            crcs: of all payloads of each such file, by file number.
-        """
-        for number, found in crcs.items():
-            file = self._files[number]
-            path = self._directory / file.path
-            try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-                try:
-                    for offset, part in _deferred(file, [s for s in segments if s.file == number]):
-                        _write_at(descriptor, memoryview(part.seal(found)), offset)
-                    if self._fsync:
-                        os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise OutputError(f"cannot be written: {error.strerror}", path=path) from error
+    def _make(self, folder: str) -> None:
+        """Make a folder and those that it is in, unless this writer has done so."""
+        if folder not in self._made:
+            self._made.add(folder)
+            self._make(folder.rpartition("/")[0])
+            Path(self._directory, folder).mkdir(exist_ok=True)
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
-    """Yield parts in runs that the window holds, their buffers numbered one after the other, or one that is larger."""
-    start, nbytes, buffer = 0, 0, None
-    for index, part in enumerate(parts):
-        follows = not isinstance(part, Payload) or buffer is None or part.buffer == buffer + 1
-        if index > start and (nbytes + part.nbytes > WINDOW_BYTES or not follows):
-            yield parts[start:index]
-            start, nbytes, buffer = index, 0, None
-        nbytes += part.nbytes
-        if isinstance(part, Payload):
-            buffer = part.buffer
-    if parts:
-        yield parts[start:]
-
-
-def _bytes_of(part: Literal | Sealed, segment: Segment, crcs: Sequence[int]) -> bytes:
-    """Return a part's bytes; zeros for a sealed one that depends on other segments."""
-    if isinstance(part, Literal):
-        return part.data
-    return bytes(part.nbytes) if _is_deferred(part, segment) else part.seal(crcs)
-
-
-def _is_deferred(part: Sealed, segment: Segment) -> bool:
-    return not segment.is_whole and part.first_payload < segment.first_payload
-
-
-def _deferred(file: OutputFile, segments: Sequence[Segment]) -> Iterator[tuple[int, Sealed]]:
-    for segment in segments:
-        offset = segment.offset
-        for part in file.parts[segment.start : segment.stop]:
-            if isinstance(part, Sealed) and _is_deferred(part, segment):
-                yield offset, part
-            offset += part.nbytes
+def _text_of(file: OutputFile, begin: int, start: int, stop: int) -> tuple[int, int]:
+    """Return the range of the text from byte ``begin``, with the payloads from ``start`` on, to payload ``stop``."""
+    marks = file.layout.marks
+    return int(marks[start]) if begin else 0, int(marks[stop]) if stop < len(marks) else len(file.layout.text)
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:

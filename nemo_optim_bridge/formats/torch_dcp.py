@@ -15,7 +15,7 @@ from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.gather import bounded_boxes
 from nemo_optim_bridge.core.health import Finding
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorSpec
-from nemo_optim_bridge.core.output import Literal, OutputFile
+from nemo_optim_bridge.core.output import Layout, OutputFile
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME, encode, make_receipt
@@ -186,7 +186,7 @@ class Export:
         written = team.map(make, self.files, [file.nbytes for file in self.files], progress)
         team.lead(lambda: write_metadata(folder, self.files, written, catalogue.paths, fsync=fsync))
         if self.options.receipt:
-            receipt = OutputFile(FILE_NAME, (Literal(self._receipt(surveyed)),))
+            receipt = OutputFile(FILE_NAME, Layout.of(self._receipt(surveyed)))
             write_files(folder, [receipt], self.plan, team, fsync=fsync)
 
     def _receipt(self, surveyed: Survey) -> bytes:

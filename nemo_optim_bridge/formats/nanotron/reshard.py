@@ -14,7 +14,7 @@ from nemo_optim_bridge.core.checkpoint import Checkpoint
 from nemo_optim_bridge.core.compare import Pairs, require_equal_replicas
 from nemo_optim_bridge.core.gather import STAGING_BYTES
 from nemo_optim_bridge.core.manifest import BoolArray
-from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
+from nemo_optim_bridge.core.output import Layout, OutputFile
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.publish import check_output, new_directory
 from nemo_optim_bridge.core.receipt import FILE_NAME as RECEIPT_NAME
@@ -163,7 +163,7 @@ class Reshard:
             replicas=self.totals["replicas"] if self.options.replicas == "error" else None,
             remarks=[*self.source.remarks, *self.target.remarks, *self.source.problems],
         )
-        yield OutputFile(RECEIPT_NAME, (Literal(encode(receipt)),))
+        yield OutputFile(RECEIPT_NAME, Layout.of(encode(receipt)))
 
 
 def plan_reshard(path: Path, out: Path, options: Options, team: Team | None = None) -> Reshard:
@@ -220,7 +220,7 @@ def _totals(
 ) -> Mapping[str, int]:
     """Return sums over the files of all ranks, those with several writers counted once."""
     led = [file for file, ranks in zip(files, writers, strict=True) if ranks[0] == team.rank]
-    buffers = [part.buffer for file in led for part in file.parts if isinstance(part, Payload)]
+    buffers = [file.first_buffer + payload for file in led for payload in range(len(file.layout.sizes))]
     counts = plan.buffer_starts[1:] - plan.buffer_starts[:-1]
     pairs = Pairs.of_replicas(replicas)
     mine = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
 from nemo_optim_bridge.core.manifest import DTYPES, ITEMSIZE, Manifest, TensorKey
-from nemo_optim_bridge.core.output import Literal, OutputFile, Payload
+from nemo_optim_bridge.core.output import Layout, OutputFile
 from nemo_optim_bridge.errors import BridgeError, ParamGroupError, TargetError, raise_all
 from nemo_optim_bridge.formats.nanotron.checkpoint import (
     NanotronCheckpoint,
@@ -23,7 +22,13 @@ from nemo_optim_bridge.formats.nanotron.checkpoint import (
 )
 from nemo_optim_bridge.formats.nanotron.config import target_documents
 from nemo_optim_bridge.formats.nanotron.dialects import DIALECTS, Dialect
-from nemo_optim_bridge.formats.nanotron.layout import ParamLayout, number_alike, padded_vocab_size, shard_metadata
+from nemo_optim_bridge.formats.nanotron.layout import (
+    ParamLayout,
+    View,
+    number_alike,
+    padded_vocab_size,
+    shard_metadata,
+)
 from nemo_optim_bridge.formats.nanotron.names import (
     EMBEDDING,
     LM_HEAD,
@@ -55,10 +60,11 @@ class TargetSpec:
 
 
 class Outline(NamedTuple):
-    """A file to write: about how many bytes it has, and what lays it out."""
+    """A file to write: about how many bytes it has, and what lays it out, given ``args``."""
 
     nbytes: int
-    lay_out: Callable[[], OutputFile]
+    lay_out: Callable[..., OutputFile]
+    args: tuple[Any, ...]
 
 
 class Target:
@@ -76,9 +82,9 @@ class Target:
 
     def lay_out(self, numbers: Iterable[int]) -> tuple[tuple[OutputFile, ...], Manifest]:
         """Return the files of the given outlines, and the manifest of their payloads; to be called once."""
-        files = tuple(self.outlines[number].lay_out() for number in numbers)
-        source = self._layouter.source.manifest
-        return files, self._layouter.builder.build(source.param_groups, source.steps)
+        outlines = (self.outlines[number] for number in numbers)
+        files = tuple(outline.lay_out(*outline.args) for outline in outlines)
+        return files, self._layouter.manifest()
 
 
 def _problems(source: NanotronCheckpoint, spec: TargetSpec) -> Iterator[BridgeError]:
@@ -159,6 +165,16 @@ def _group_problems(source: NanotronCheckpoint, dialect: Dialect) -> Iterator[Br
     )
 
 
+class _Weights(NamedTuple):
+    """Weights of one rank that are laid out alike: ``tensors`` and ``buffers`` number those entered so far."""
+
+    layout: Layout
+    views: tuple[View, ...]
+    rank: int
+    tensors: list[int]
+    buffers: list[int]
+
+
 class _Layouter:
     def __init__(self, source: NanotronCheckpoint, spec: TargetSpec) -> None:
         self.source, self.spec = source, spec
@@ -169,13 +185,14 @@ class _Layouter:
         self.stage_of = self._stages()
         self.stages = self._stage_parameters()
         self._pattern = number_alike(self.layouts)
+        self._weights_alike: dict[tuple[int, int, int, int], _Weights] = {}  # by pattern, stage, tp, ep
 
     def outlines(self) -> Iterator[Outline]:
         """Yield all files, in the order in which they are written."""
         yield from self._weights()
         yield from self._optimizer()
         for file in (*self._schedulers(), *self._documents()):
-            yield Outline(file.nbytes, partial(_same, file))
+            yield Outline(file.nbytes, _same, (file,))
         self.remarks.append("random states are not written: no nanotron trainer loads them")
 
     def _layouts(self) -> dict[str, ParamLayout]:
@@ -249,41 +266,57 @@ class _Layouter:
         return self.stage_of[block_of(fqn) or ""]
 
     def _weights(self) -> Iterator[Outline]:
+        lay_out = self._weight
         for fqn, layout in self.layouts.items():
-            stage = self._stage(fqn)
             nbytes = prod(layout.local_shape(self.topology)) * ITEMSIZE[layout.dtype]
-            if not layout.is_sharded:
-                name, at = WeightName(fqn), Coordinates(0, stage, 0, 0)
-                yield Outline(nbytes, partial(self._weight, layout, name, at))
-                continue
-            num_ep = self.topology.ep if layout.experts else 1
-            for ep in range(num_ep):
-                for tp in range(self.topology.tp):
-                    name = WeightName(
-                        fqn, (stage, self.topology.pp), (tp, self.topology.tp), (ep, num_ep) if num_ep > 1 else None
-                    )
-                    yield Outline(nbytes, partial(self._weight, layout, name, Coordinates(tp, stage, 0, ep)))
+            for ep in range(self.topology.ep if layout.experts else 1):
+                for tp in range(self.topology.tp if layout.is_sharded else 1):
+                    yield Outline(nbytes, lay_out, (fqn, tp, ep))
 
-    def _weight(self, layout: ParamLayout, name: WeightName, at: Coordinates) -> OutputFile:
-        tensor = self.builder.tensor(TensorKey(layout.fqn, WEIGHT), layout.shape, layout.dtype)
+    def _weight(self, fqn: str, tp: int, ep: int) -> OutputFile:
+        layout, topology = self.layouts[fqn], self.topology
+        name = WeightName(fqn)
+        if layout.is_sharded:
+            num_ep = topology.ep if layout.experts else 1
+            at_ep = (ep, num_ep) if num_ep > 1 else None
+            name = WeightName(fqn, (self._stage(fqn), topology.pp), (tp, topology.tp), at_ep)
         path = f"model/{format_weight_name(name)}"
-        shape = layout.local_shape(self.topology)
-        metadata = shard_metadata(layout, self.topology, at.tp, at.ep, self.dialect.shard_version)
-        header = format_header("data", layout.dtype, shape, metadata)
-        nbytes = prod(shape) * ITEMSIZE[layout.dtype]
-        buffer = self.builder.buffer(path, len(header), nbytes, layout.dtype)
-        for view in layout.views(self.topology, at.tp, at.ep):
-            self.builder.shard(tensor, view.region, self.topology.rank(at), buffer, *view[1:])
-        return OutputFile(path, (Literal(header), Payload(buffer, nbytes)))
+        weights = self._alike(fqn, tp, ep)
+        file = weights.layout
+        weights.tensors.append(self.builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype))
+        buffer = self.builder.buffer(path, len(file.text), file.nbytes - len(file.text), layout.dtype)
+        weights.buffers.append(buffer)
+        return OutputFile(path, file, buffer)
+
+    def _alike(self, fqn: str, tp: int, ep: int) -> _Weights:
+        """Return where to enter a weight of one rank: with those that are laid out like it."""
+        key = self._pattern[fqn], self._stage(fqn), tp, ep
+        if key not in self._weights_alike:
+            layout, topology = self.layouts[fqn], self.topology
+            shape = layout.local_shape(topology)
+            metadata = shard_metadata(layout, topology, tp, ep, self.dialect.shard_version)
+            header = format_header("data", layout.dtype, shape, metadata)
+            rank = topology.rank(Coordinates(tp, self._stage(fqn), 0, ep))
+            file = Layout.of(header, prod(shape) * ITEMSIZE[layout.dtype])
+            self._weights_alike[key] = _Weights(file, layout.views(topology, tp, ep), rank, [], [])
+        return self._weights_alike[key]
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the payloads of all files that were laid out."""
+        for weights in self._weights_alike.values():
+            tensors, buffers = np.array(weights.tensors, np.int64), np.array(weights.buffers, np.int64)
+            for view in weights.views:
+                self.builder.shards(tensors, view.region, weights.rank, buffers, *view[1:])
+        return self.builder.build(self.source.manifest.param_groups, self.source.manifest.steps)
 
     def _optimizer(self) -> Iterator[Outline]:
         topology = self.topology
         parts = topology.dp if self.zero_stage else 1
         stages = [sum(map(self._state_bytes, stage)) // parts for stage in self.stages]
         for at in topology if self.zero_stage else replace(topology, dp=1):
-            yield Outline(stages[at.pp], partial(self._optimizer_file, at))
-        config = json.dumps(self._optimizer_config()).encode()
-        yield Outline(len(config), partial(_same, OutputFile("optimizer/optimizer_config.json", (Literal(config),))))
+            yield Outline(stages[at.pp], self._optimizer_file, (at,))
+        config = Layout.of(json.dumps(self._optimizer_config()).encode())
+        yield Outline(config.nbytes, _same, (OutputFile("optimizer/optimizer_config.json", config),))
 
     def _state_bytes(self, fqn: str) -> int:
         """Return the bytes that the ranks of one data-parallel group keep of a parameter's states."""
@@ -299,10 +332,14 @@ class _Layouter:
         )  # fmt: skip
         path = f"optimizer/{format_rank_name('optimizer', name)}"
         stem = path.removesuffix(".pt").rpartition("/")[2]
-        return OutputFile(path, lay_out(self._state_dict(path, at), stem))
+        state, first_buffer = self._state_dict(path, at)
+        return OutputFile(path, lay_out(state, stem), first_buffer)
 
-    def _state_dict(self, path: str, at: Coordinates) -> dict[str, Any]:
-        """Return what a rank saves. An empty ZeRO-1 slice has no id, but its own group stays where there is one."""
+    def _state_dict(self, path: str, at: Coordinates) -> tuple[dict[str, Any], int]:
+        """Return what a rank saves, and the buffer of its first payload.
+
+        An empty ZeRO-1 slice has no id, but its own group stays where there is one.
+        """
         names: dict[int, str] = {}
         groups: list[dict[str, Any]] = []
         for fqn in self.stages[at.pp]:
@@ -324,7 +361,7 @@ class _Layouter:
         ]
         if self.source.has_masters:
             entries += [(fqn, MASTER, "float32") for fqn in names.values()]
-        tensors = self._tensors(path, at, entries)
+        tensors, first_buffer = self._tensors(path, at, entries)
         state = {
             number: {
                 key: _scalar(entry) if isinstance(entry, Scalar) else tensors[fqn, key]
@@ -338,7 +375,7 @@ class _Layouter:
         }  # fmt: skip
         if self.source.has_masters:
             result["gradient_accumulator"] = {fqn: tensors[fqn, MASTER] for fqn in names.values()}
-        return result
+        return result, first_buffer
 
     def _group(self, fqn: str, ids: list[int]) -> dict[str, Any]:
         values = self.source.hyperparameters[fqn]
@@ -348,8 +385,11 @@ class _Layouter:
 
     def _tensors(
         self, path: str, at: Coordinates, entries: Sequence[tuple[str, str, str]]
-    ) -> dict[tuple[str, str], NewTensor]:
-        """Declare (fqn, state, dtype) entries of a rank, in the file's order; those of one layout together."""
+    ) -> tuple[dict[tuple[str, str], NewTensor], int]:
+        """Declare (fqn, state, dtype) entries of a rank, in the file's order; those of one layout together.
+
+        Returns the tensors by (fqn, state), and the buffer of the first.
+        """
         shapes: dict[int, tuple[int, ...]] = {}
         flats: dict[int, tuple[int, int]] = {}
         alike: dict[int, list[int]] = {}
@@ -370,10 +410,11 @@ class _Layouter:
             layout = self.layouts[entries[numbers[0]][0]]
             for view in layout.views(self.topology, at.tp, at.ep, flats[pattern]):
                 self.builder.shards(tensor[numbers], view.region, rank, buffer[numbers], *view[1:])
-        return {
-            (fqn, state): NewTensor(dtype, shapes[self._pattern[fqn]], at_buffer)
-            for (fqn, state, dtype), at_buffer in zip(entries, buffer.tolist(), strict=True)
+        tensors = {
+            (fqn, state): NewTensor(dtype, shapes[self._pattern[fqn]], number)
+            for number, (fqn, state, dtype) in enumerate(entries)
         }
+        return tensors, int(buffer[0]) if entries else 0
 
     def _optimizer_config(self) -> dict[str, Any]:
         topology = self.topology
@@ -400,7 +441,7 @@ class _Layouter:
             if not self.dialect.group_per_parameter:
                 fqns = [fqn for stage in self.stages for fqn in stage]
             state = scheduler.state_dict(self.dialect, fqns)
-            yield OutputFile(f"lr_scheduler/{name}", tuple(lay_out(state, name.removesuffix(".pt"))))
+            yield OutputFile(f"lr_scheduler/{name}", lay_out(state, name.removesuffix(".pt")))
 
     def _documents(self) -> Iterator[OutputFile]:
         contents, remarks = target_documents(
@@ -408,7 +449,7 @@ class _Layouter:
         )
         self.remarks.extend(remarks)
         for path, data in contents.items():
-            yield OutputFile(path, (Literal(data),))
+            yield OutputFile(path, Layout.of(data))
 
 
 def _same(file: OutputFile) -> OutputFile:

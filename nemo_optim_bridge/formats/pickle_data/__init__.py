@@ -7,9 +7,9 @@ entries, and call ``Global`` objects, the only callable thing there is in it; al
 
 from __future__ import annotations
 
-from nemo_optim_bridge.formats.pickle_data.names import Call, Global, Opaque
+from nemo_optim_bridge.formats.pickle_data.names import Alike, Call, Global, Opaque
 from nemo_optim_bridge.formats.pickle_data.reader import loads
 from nemo_optim_bridge.formats.pickle_data.shape import MAX_DEPTH
 from nemo_optim_bridge.formats.pickle_data.writer import dumps
 
-__all__ = ["MAX_DEPTH", "Call", "Global", "Opaque", "dumps", "loads"]
+__all__ = ["MAX_DEPTH", "Alike", "Call", "Global", "Opaque", "dumps", "loads"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 _MAX_ARGS: Final = 64
 #: Types that hold nothing else.
@@ -49,6 +49,16 @@ class Call:
     def __init__(self, function: Global, args: tuple[object, ...] = ()) -> None:
         self.function = function
         self.args = args
+
+
+class Alike(NamedTuple):
+    """What ``dumps`` writes as ``form(key)``: values of one form differ in nothing but ``key``, which they hold once.
+
+    ``form`` takes anything for a key, and is told from others by equality.
+    """
+
+    form: Callable[[object], object]
+    key: str
 
 
 class Opaque:

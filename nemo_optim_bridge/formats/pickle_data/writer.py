@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 from nemo_optim_bridge.errors import TargetError
-from nemo_optim_bridge.formats.pickle_data.names import SCALARS, Call, Global, Opaque
+from nemo_optim_bridge.formats.pickle_data.names import SCALARS, Alike, Call, Global, Opaque
 
 _LATIN1_ENCODE: Final = Global("_codecs", "encode")
 _ORDERED_DICT: Final = Global("collections", "OrderedDict")
@@ -25,9 +25,9 @@ def dumps(
 ) -> bytes:
     """Return ``obj`` as a pickle of protocol 2, which torch.load(weights_only=True) understands.
 
-    Takes dict, OrderedDict, list, tuple, set of scalars, str, bytes, int, float, bool, None, ``Global``, ``Call`` and
-    ``Opaque``. An object of any other type is first shown to ``persistent_id``; what that returns, unless None, is
-    written as the object's persistent id. Else ``replace`` returns what to write in its place, once per object.
+    Takes dict, OrderedDict, list, tuple, set of scalars, str, bytes, int, float, bool, None, ``Global``, ``Call``,
+    ``Alike`` and ``Opaque``. An object of any other type is first shown to ``persistent_id``; what that returns, unless
+    None, is written as the object's persistent id. Else ``replace`` returns what to write instead, once per object.
     Equal trees give equal bytes; containers that are shared stay shared, cycles included.
 
     Raises TargetError for a value that cannot be written.
@@ -38,6 +38,16 @@ def dumps(
     except RecursionError as error:
         raise TargetError("value is nested too deeply to be pickled") from error
     return b"\x80\x02" + b"".join(writer.parts) + b"."
+
+
+class _Hole:
+    """Stands where the key of an ``Alike`` goes; ``parts`` and ``memos`` are the ranges of what is written for it."""
+
+    __slots__ = ("key", "memos", "parts")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.parts = self.memos = range(0)
 
 
 class _Writer:
@@ -53,10 +63,12 @@ class _Writer:
         self._shared: dict[int, tuple[bytes, object]] = {}  # by identity: opcode that fetches it; keeps it alive
         self._named: dict[object, bytes] = {}  # by value: strings and globals
         self._num_memo = 0
+        self._templates: dict[object, tuple[bytes, bytes]] = {}  # by form: what goes before the key, and after it
         self._savers: dict[type, Callable[[Any], None]] = {
             bool: self._bool, type(None): self._none, int: self._int, float: self._float, str: self._str,
             bytes: self._bytes, tuple: self._tuple, list: self._list, dict: self._dict, set: self._set,
             OrderedDict: self._ordered_dict, Global: self._global, Call: self._call, Opaque: self._opaque,
+            Alike: self._alike, _Hole: self._hole,
         }  # fmt: skip
 
     def save(self, value: object) -> None:
@@ -223,6 +235,25 @@ class _Writer:
         if value.state is not None:
             self.save(value.state)
             self._emit(b"b")
+
+    def _alike(self, value: Alike) -> None:
+        template = self._templates.get(value.form)
+        if template is not None:
+            before, after = template
+            self._emit(before)
+            self._str(value.key)
+            self._emit(after)
+            return
+        hole, first, num_memo = _Hole(value.key), len(self.parts), self._num_memo
+        self.save(value.form(hole))
+        if self._num_memo - num_memo == len(hole.memos):  # all names in it were known: the next is written alike
+            parts = self.parts[first : hole.parts.start], self.parts[hole.parts.stop :]
+            self._templates[value.form] = b"".join(parts[0]), b"".join(parts[1])
+
+    def _hole(self, value: _Hole) -> None:
+        part, memo = len(self.parts), self._num_memo
+        self._str(value.key)
+        value.parts, value.memos = range(part, len(self.parts)), range(memo, self._num_memo)
 
     def _other(self, value: object) -> None:
         if self._fetch(value):

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_optim_bridge.core.output import Literal
-from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, TargetError
+from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError
 from nemo_optim_bridge.formats import torch_zip
 from nemo_optim_bridge.formats.crcs import require_valid
 from nemo_optim_bridge.formats.pickle_data import Opaque
@@ -33,14 +32,7 @@ class CommonFile:
 
         Raises TargetError for a value that cannot be written.
         """
-        parts = torch_zip.lay_out(_Rewriter(self._file).rewrite(tree), "common")
-        return b"".join(_bytes(part) for part in parts)
-
-
-def _bytes(part: object) -> bytes:
-    if not isinstance(part, Literal):
-        raise TargetError("common.pt holds a tensor whose bytes are not known")
-    return part.data
+        return torch_zip.lay_out(_Rewriter(self._file).rewrite(tree), "common").text
 
 
 class _Rewriter:

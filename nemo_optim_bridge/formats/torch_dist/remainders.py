@@ -74,8 +74,7 @@ class Rounding:
                     for piece in by_row[row]:
                         for where, bits in _masters(self.plan, piece, gatherer):
                             box[_slices(where, shard.region)] = half_up(bits)
-                    parts = lay_out(NewTensor("bfloat16", shard.region.shape, box.tobytes()), "archive")
-                    data = b"".join(part.data for part in parts if hasattr(part, "data"))
+                    data = lay_out(NewTensor("bfloat16", shard.region.shape, box.tobytes()), "archive").text
                     moved[shard.key.fqn, shard.region.offsets] = (self.file, file.tell(), len(data))
                     file.write(data)
                 file.flush()

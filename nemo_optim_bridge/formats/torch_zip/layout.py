@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from nemo_optim_bridge.core.manifest import ITEMSIZE
-from nemo_optim_bridge.core.output import Literal, Part, Payload, Sealed
+from nemo_optim_bridge.core.output import Layout
 from nemo_optim_bridge.core.region import contiguous_stride
 from nemo_optim_bridge.errors import TargetError
 from nemo_optim_bridge.formats import pickle_data
-from nemo_optim_bridge.formats.pickle_data import Call, Global
+from nemo_optim_bridge.formats.pickle_data import Alike, Call, Global
 from nemo_optim_bridge.formats.torch_zip.dtypes import MAX_NDIM, STORAGE_CLASS
 from nemo_optim_bridge.formats.torch_zip.structs import (
     CENTRAL,
     CENTRAL_SIGNATURE,
+    DESCRIPTOR,
+    DESCRIPTOR64,
     DESCRIPTOR_SIGNATURE,
     END,
     END64,
@@ -40,47 +44,41 @@ from nemo_optim_bridge.formats.torch_zip.structs import (
 _ALIGNMENT: Final = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NewTensor:
-    """A contiguous tensor to write: ``data`` is its bytes, or the number of the target manifest's buffer."""
+class NewTensor(NamedTuple):
+    """A contiguous tensor to write: ``data`` is its bytes, or the number of its payload in the file."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes | int
     requires_grad: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return prod(self.shape) * ITEMSIZE[self.dtype]
 
-
-def lay_out(root: object, archive: str) -> tuple[Part, ...]:
+def lay_out(root: object, archive: str) -> Layout:
     """Lay out ``root`` as a ``.pt`` file of the folder name ``archive`` (torch uses the file's stem).
 
     ``root`` is made of what ``pickle_data.dumps`` takes, and of ``NewTensor`` leaves, each of which gets a storage of
-    its own; the same object twice is one storage. Equal trees give equal parts. Buffer contents come later: their
-    CRCs are filled in by Sealed parts.
+    its own; the same object twice is one storage. Equal trees give equal layouts. Payloads are numbered in the order in
+    which ``root`` holds them; tensors without elements have none.
 
     Raises TargetError for a tree, tensor or name that cannot be written.
     """
     if not archive or "/" in archive or is_tricky(archive) or "\n" in archive:
         raise TargetError(f"{archive!r} cannot be the folder name of a torch file")
-    pickled, tensors = _pickle_tree(root)
-    layout = _Layout(archive)
-    layout.literal("data.pkl", pickled)
-    layout.literal(".format_version", b"1")
-    layout.literal(".storage_alignment", str(_ALIGNMENT).encode())
-    layout.literal("byteorder", b"little")
-    for number, tensor in enumerate(tensors):
-        if isinstance(tensor.data, int):
-            layout.payload(f"data/{number}", tensor.data, tensor.nbytes)
+    pickled, storages = _pickle_tree(root)
+    writer = _Archive(archive)
+    writer.literal("data.pkl", pickled)
+    writer.literal(".format_version", b"1")
+    writer.literal(".storage_alignment", str(_ALIGNMENT).encode())
+    writer.literal("byteorder", b"little")
+    for number, data in enumerate(storages):
+        if isinstance(data, int):
+            writer.payload(f"data/{number}", data)
         else:
-            layout.literal(f"data/{number}", tensor.data)
-    layout.literal("version", b"3\n")
+            writer.literal(f"data/{number}", data)
+    writer.literal("version", b"3\n")
     digest = int.from_bytes(hashlib.sha256(pickled).digest(), "little") % 10**40
-    layout.literal(".data/serialization_id", f"{digest:040d}".encode())
-    return layout.finish()
+    writer.literal(".data/serialization_id", f"{digest:040d}".encode())
+    return writer.finish()
 
 
 _REBUILD_TENSOR: Final = Global("torch._utils", "_rebuild_tensor_v2")
@@ -99,103 +97,112 @@ class _StorageReference:
         self.pid = pid
 
 
-def _pickle_tree(root: object) -> tuple[bytes, list[NewTensor]]:
-    """Return ``data.pkl`` and the tensors in the order of their storage keys."""
-    tensors: list[NewTensor] = []
+def _pickle_tree(root: object) -> tuple[bytes, list[bytes | int]]:
+    """Return ``data.pkl``, and by storage key its bytes, or its size where they are a payload."""
+    storages: list[bytes | int] = []
+    num_payloads = 0
 
     def persistent_id(value: object) -> object:
         return value.pid if type(value) is _StorageReference else None
 
     def rebuild(value: object) -> object:
+        nonlocal num_payloads
         if type(value) is not NewTensor:
             raise TargetError(f"value of type {type(value).__name__} cannot be written to a torch file")
-        function, storage_class, numel, view, dtype = _rebuild_call(value.dtype, value.shape, value.requires_grad)
-        if isinstance(value.data, bytes) and len(value.data) != value.nbytes:
-            raise TargetError(f"{len(value.data)} bytes given for a tensor of {value.nbytes}")
-        storage = _StorageReference(("storage", storage_class, str(len(tensors)), "cpu", numel))
-        tensors.append(value)
-        return Call(function, (storage, *view, *dtype))
+        dtype, shape, data, requires_grad = value
+        form = _form(dtype, shape, requires_grad)
+        if isinstance(data, bytes):
+            if len(data) != form.nbytes:
+                raise TargetError(f"{len(data)} bytes given for a tensor of {form.nbytes}")
+            storages.append(data)
+        elif form.nbytes:
+            if data != num_payloads:
+                raise TargetError(f"payload {data} stands where payload {num_payloads} belongs")
+            num_payloads += 1
+            storages.append(form.nbytes)
+        else:
+            storages.append(b"")
+        return Alike(form, str(len(storages) - 1))
 
-    return pickle_data.dumps(root, persistent_id=persistent_id, replace=rebuild), tensors
+    return pickle_data.dumps(root, persistent_id=persistent_id, replace=rebuild), storages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """How tensors of one dtype and shape are written; ``nbytes`` is the size of their storage."""
+
+    nbytes: int
+    function: Global
+    storage_class: Global
+    size: int  # of the storage, as its class counts
+    view: tuple[object, ...]
+
+    def __call__(self, key: object) -> Call:
+        """Return the call that rebuilds the tensor whose storage has this key."""
+        storage = _StorageReference(("storage", self.storage_class, key, "cpu", self.size))
+        return Call(self.function, (storage, *self.view))
 
 
 @lru_cache(maxsize=4096)
-def _rebuild_call(
-    dtype: str, shape: tuple[int, ...], requires_grad: bool
-) -> tuple[Global, Global, int, tuple[object, ...], tuple[object, ...]]:
-    """Return torch's rebuild function, storage class, its number of elements, and the arguments around the storage."""
+def _form(dtype: str, shape: tuple[int, ...], requires_grad: bool) -> _Form:
     if dtype not in ITEMSIZE or any(type(size) is not int or size < 0 for size in shape) or len(shape) > MAX_NDIM:
         raise TargetError(f"no tensor of dtype {dtype} and shape {shape} can be written")
+    nbytes = prod(shape) * ITEMSIZE[dtype]
     view = (0, shape, contiguous_stride(shape), requires_grad, Call(_ORDERED_DICT))
     storage_class = _STORAGE_GLOBALS.get(dtype)
     if storage_class is None:
-        return _REBUILD_TENSOR_V3, _UNTYPED, prod(shape) * ITEMSIZE[dtype], view, (Global("torch", dtype),)
-    return _REBUILD_TENSOR, storage_class, prod(shape), view, ()
+        return _Form(nbytes, _REBUILD_TENSOR_V3, _UNTYPED, nbytes, (*view, Global("torch", dtype)))
+    return _Form(nbytes, _REBUILD_TENSOR, storage_class, prod(shape), view)
 
 
-class _Layout:
+class _Archive:
     """Places records one after the other, as torch's zip writer (miniz) does."""
 
-    def __init__(self, archive: str) -> None:
-        self._folder = archive.encode() + b"/"
-        self._parts: list[Part] = []
-        self._pending: list[bytes] = []  # literal bytes not yet made a part
-        self._position = 0
-        self._directory: list[bytes] = []
-        self._directory_nbytes = 0
-        self._open_crcs: list[int] = []  # where in the directory the CRC of each payload goes
+    def __init__(self, name: str) -> None:
+        self._folder = name.encode() + b"/"
+        self._text = bytearray()
+        self._directory = bytearray()
         self._num_records = 0
+        self._num_payload_bytes = 0
+        self._marks = array("q")
+        self._sizes = array("q")
+        self._crcs = array("q"), array("q")  # of each payload: where in the text, and where in the directory
 
     def literal(self, name: str, data: bytes) -> None:
         """Place a record whose bytes are known."""
         crc = zlib.crc32(data)
-        header, wide = self._begin(name, len(data), crc)
-        self._append(header)
-        self._append(data)
+        descriptor = self._begin(name, len(data), crc)
+        self._text += data
         if data:
-            self._append(_descriptor(wide, len(data), crc))
+            self._text += descriptor.pack(DESCRIPTOR_SIGNATURE, crc, len(data), len(data))
 
-    def payload(self, name: str, buffer: int, nbytes: int) -> None:
-        """Place a record that the executor fills; its CRC is known only then."""
-        if not nbytes:
-            self.literal(name, b"")
-            return
-        crc_position = self._directory_nbytes + 16
-        header, wide = self._begin(name, nbytes, 0)
-        self._append(header)
-        self._flush()
-        self._parts.append(Payload(buffer, nbytes))
-        number = len(self._open_crcs)
-        self._open_crcs.append(crc_position)
-        size = 24 if wide else 16
-        self._parts.append(Sealed(size, partial(_seal_descriptor, number, wide, nbytes), number))
-        self._position += nbytes + size
+    def payload(self, name: str, nbytes: int) -> None:
+        """Place a record of ``nbytes`` > 0 that the executor fills; its CRC is known only then."""
+        self._crcs[1].append(len(self._directory) + 16)
+        descriptor = self._begin(name, nbytes, 0)
+        self._marks.append(len(self._text))
+        self._sizes.append(nbytes)
+        self._num_payload_bytes += nbytes
+        self._crcs[0].append(len(self._text) + 4)
+        self._text += descriptor.pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes)
 
-    def finish(self) -> tuple[Part, ...]:
-        """Place the directory and the end records; return all parts."""
-        start, size, count = self._position, self._directory_nbytes, self._num_records
-        end = (
-            END64.pack(END64_SIGNATURE, END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
-            + LOCATOR.pack(LOCATOR_SIGNATURE, 0, start + size, 1)
-            + END.pack(
-                END_SIGNATURE, 0, 0, min(count, UINT16), min(count, UINT16), min(size, UINT32),
-                min(start, UINT32), 0,
-            )
-        )  # fmt: skip
-        directory = b"".join(self._directory) + end
-        if self._open_crcs:
-            self._flush()
-            seal = partial(_seal_directory, directory, tuple(self._open_crcs))
-            self._parts.append(Sealed(len(directory), seal))
-        else:
-            self._append(directory)
-            self._flush()
-        return tuple(self._parts)
+    def finish(self) -> Layout:
+        """Place the directory and the end records."""
+        start, size, count = len(self._text) + self._num_payload_bytes, len(self._directory), self._num_records
+        crcs = np.array(self._crcs)
+        crcs[1] += len(self._text)
+        self._text += self._directory
+        self._text += END64.pack(END64_SIGNATURE, END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+        self._text += LOCATOR.pack(LOCATOR_SIGNATURE, 0, start + size, 1)
+        self._text += END.pack(
+            END_SIGNATURE, 0, 0, min(count, UINT16), min(count, UINT16), min(size, UINT32), min(start, UINT32), 0
+        )
+        return Layout(bytes(self._text), np.array(self._marks), np.array(self._sizes), crcs)
 
-    def _begin(self, name: str, nbytes: int, crc: int) -> tuple[bytes, bool]:
-        """Enter a record into the directory; return its local header and whether its descriptor has 64-bit sizes."""
+    def _begin(self, name: str, nbytes: int, crc: int) -> struct.Struct:
+        """Place a record's header and enter it into the directory; return the form of its descriptor."""
         full = self._folder + name.encode()
-        header = self._position
+        header = len(self._text) + self._num_payload_bytes
         wide = nbytes >= UINT32 or header >= UINT32
         extra = _zip64_extra(nbytes, header) if wide else b""
         # torch pads with an extra field "FB" so that the data start at a multiple of 64
@@ -204,23 +211,17 @@ class _Layout:
         flags = UTF8 | (HAS_DESCRIPTOR if nbytes else 0)
         self._num_records += 1
         short = min(nbytes, UINT32)
-        central = CENTRAL.pack(
+        self._directory += CENTRAL.pack(
             CENTRAL_SIGNATURE, 0, 0, flags, 0, 0, 0, crc, short, short, len(full), len(extra), 0, 0, 0, 0,
             min(header, UINT32),
         )  # fmt: skip
-        self._directory.append(central + full + extra)
-        self._directory_nbytes += len(central) + len(full) + len(extra)
-        local = LOCAL.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(full), len(extra) + 4 + padding)
-        return local + full + extra + struct.pack("<2sH", b"FB", padding) + b"Z" * padding, wide
+        self._directory += full + extra
+        self._text += LOCAL.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(full), len(extra) + 4 + padding)
+        self._text += full + extra + _PADDING[padding]
+        return DESCRIPTOR64 if wide else DESCRIPTOR
 
-    def _append(self, data: bytes) -> None:
-        self._pending.append(data)
-        self._position += len(data)
 
-    def _flush(self) -> None:
-        if self._pending:
-            self._parts.append(Literal(b"".join(self._pending)))
-            self._pending = []
+_PADDING: Final = tuple(struct.pack("<2sH", b"FB", size) + b"Z" * size for size in range(_ALIGNMENT))
 
 
 def _zip64_extra(nbytes: int, header: int) -> bytes:
@@ -229,18 +230,3 @@ def _zip64_extra(nbytes: int, header: int) -> bytes:
     if header >= UINT32:
         values.append(header)
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
-
-
-def _descriptor(wide: bool, nbytes: int, crc: int) -> bytes:
-    return struct.pack("<IIQQ" if wide else "<IIII", DESCRIPTOR_SIGNATURE, crc, nbytes, nbytes)
-
-
-def _seal_descriptor(number: int, wide: bool, nbytes: int, crcs: Sequence[int]) -> bytes:
-    return _descriptor(wide, nbytes, crcs[number])
-
-
-def _seal_directory(template: bytes, positions: tuple[int, ...], crcs: Sequence[int]) -> bytes:
-    directory = bytearray(template)
-    for position, crc in zip(positions, crcs, strict=True):
-        struct.pack_into("<I", directory, position, crc)
-    return bytes(directory)

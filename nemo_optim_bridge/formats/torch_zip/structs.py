@@ -8,6 +8,8 @@ from typing import Final
 
 LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
 CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
+DESCRIPTOR: Final = struct.Struct("<IIII")
+DESCRIPTOR64: Final = struct.Struct("<IIQQ")
 END: Final = struct.Struct("<IHHHHIIH")
 END64: Final = struct.Struct("<IQHHIIQQQQ")
 LOCATOR: Final = struct.Struct("<IIQI")
