@@ -17,7 +17,7 @@ from nemo_optim_bridge.core import execute, gather, write
 from nemo_optim_bridge.core.builder import ManifestBuilder
 from nemo_optim_bridge.core.execute import BufferFiller
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
-from nemo_optim_bridge.core.output import Literal, OutputFile, Payload, Sealed
+from nemo_optim_bridge.core.output import Layout, OutputFile
 from nemo_optim_bridge.core.plan import Plan, make_plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import MemoryStore
@@ -80,8 +80,9 @@ def store_of(source: Manifest, tensor: npt.NDArray[np.uint32], *, transposed: bo
 
 def written(plan: Plan, store: MemoryStore, folder: Path) -> bytes:
     """Write every target buffer to one file and return its bytes."""
-    parts = tuple(Payload(number, buffer.nbytes) for number, buffer in enumerate(plan.target.buffers))
-    write_files(folder, [OutputFile("out", parts)], plan, Workers(1), fsync=False, open_store=lambda _: store)
+    sizes = plan.target.buffers.nbytes
+    layout = Layout(b"", np.zeros_like(sizes), sizes, np.zeros((0, len(sizes)), np.int64))
+    write_files(folder, [OutputFile("out", layout)], plan, Workers(1), fsync=False, open_store=lambda _: store)
     return (folder / "out").read_bytes()
 
 
@@ -181,33 +182,47 @@ def test_any_range_of_a_buffer(rows: int, width: int, cut: int, start: int, leng
     assert out.tobytes() == tensor.tobytes()[start * 4 : stop * 4]
 
 
+@pytest.mark.parametrize("segment", [1, 64, 1 << 20])
 @pytest.mark.parametrize("window", [16, 64, 1 << 20])
-def test_sealed_parts_get_the_crc_of_every_payload(window: int, tiny: Tiny, tmp_path: Path) -> None:
+def test_the_crc_of_every_payload_is_put_in_its_places(
+    window: int, segment: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny(window)
+    monkeypatch.setattr(write, "SEGMENT_BYTES", segment)
     shape = (6, 10)
     source = manifest(shape, columns(shape, 3, 10))
     target = manifest(shape, [(Region((0, 0), (1, 10)), None), (Region((1, 0), (5, 10)), None)])
     tensor = numbers(shape)
-    plan = make_plan(source, target)
-    seen: list[tuple[int, ...]] = []
-
-    def seal(crcs: Sequence[int]) -> bytes:
-        seen.append(tuple(crcs))
-        return b"".join(crc.to_bytes(4, "little") for crc in crcs).ljust(20, b"#")
-
-    parts = (
-        Literal(b"head" * 11), Payload(0, 40), Sealed(20, seal), Literal(b""), Payload(1, 200), Sealed(20, seal),
-    )  # fmt: skip
+    text = b"head" * 11 + b"(....)" + b"(....)" + b"second ........ first" + b"tail" * 10
+    layout = Layout(text, np.array([44, 50]), np.array([40, 200]), np.array([[45, 51], [63, 67]]))
     progress: list[int] = []
     store = store_of(source, tensor)
-    file = OutputFile("deep/below/out", parts)
+    file = OutputFile("deep/below/out", layout)
+    plan = make_plan(source, target)
     write_files(tmp_path, [file], plan, Workers(1), fsync=True, progress=progress.append, open_store=lambda _: store)
     first, second = tensor[:1].tobytes(), tensor[1:].tobytes()
-    crcs = zlib.crc32(first), zlib.crc32(second)
-    assert seen == [crcs[:1], crcs]
-    expected = b"head" * 11 + first + seal(crcs[:1]) + second + seal(crcs)
+    one, two = (zlib.crc32(data).to_bytes(4, "little") for data in (first, second))
+    end = b"second " + one + two + b" first" + b"tail" * 10
+    expected = b"head" * 11 + first + b"(" + one + b")" + second + b"(" + two + b")" + end
     assert (tmp_path / "deep/below/out").read_bytes() == expected
     assert sum(progress) == len(expected) == file.nbytes
+
+
+@pytest.mark.parametrize("window", [16, 150, 256, 1 << 20])
+def test_small_files_are_written_together(window: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Whatever the window holds: text alone, a payload, and buffers that do not follow each other."""
+    tiny(window)
+    shape = (6, 10)
+    source = manifest(shape, columns(shape, 3, 10))
+    target = manifest(shape, [(Region((row, 0), (1, 10)), None) for row in range(6)])
+    tensor = numbers(shape)
+    store = store_of(source, tensor)
+    files = [OutputFile(f"f/{row}", Layout.of(b"x" * row, 40), row) for row in (0, 1, 2, 4, 5, 3)]
+    files.insert(2, OutputFile("text", Layout.of(b"only text"), 2))
+    write_files(tmp_path, files, make_plan(source, target), Workers(1), fsync=False, open_store=lambda _: store)
+    assert (tmp_path / "text").read_bytes() == b"only text"
+    for row in range(6):
+        assert (tmp_path / f"f/{row}").read_bytes() == b"x" * row + tensor[row].tobytes()
 
 
 def test_an_existing_file_is_not_written_over(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def test_every_segment_has_one_writer(nbytes: list[int], num_ranks: int) -> None
     assert all(0 <= ranks[0] <= ranks[-1] < num_ranks for ranks in writers)
     assert all(len(ranks) == 1 for ranks, size in zip(writers, nbytes, strict=True) if size <= write.SEGMENT_BYTES)
     counts = [max(1, size // write.SEGMENT_BYTES) for size in nbytes]
-    segments = [Segment(file, n, n + 1, 0, 0, 0, count == 1) for file, count in enumerate(counts) for n in range(count)]
+    segments = [Segment(file, n, n + 1, 0, 0, count == 1) for file, count in enumerate(counts) for n in range(count)]
     taken = []
     for rank in range(num_ranks):
         mine = [file for file, ranks in enumerate(writers) if rank in ranks]

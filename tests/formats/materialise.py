@@ -1,31 +1,28 @@
-"""Write laid-out parts to a file, as the executor will."""
+"""Write a laid-out file, as the executor will."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_optim_bridge.core.output import Literal, Part, Payload
+import numpy as np
+
+from nemo_optim_bridge.core.output import Layout
 
 
-def materialise(parts: Iterable[Part], path: Path, buffers: Mapping[int, bytes] | None = None) -> None:
-    """Write ``parts`` to ``path``; payloads come from ``buffers``, and are a hole of zeros where it has none."""
-    crcs: list[int] = []
+def materialise(layout: Layout, path: Path, payloads: Sequence[bytes] | None = None) -> None:
+    """Write a file; without ``payloads`` there are holes of zeros in their place, and checksums are not right."""
+    crcs = np.array([zlib.crc32(data) for data in payloads or ()] or [0] * len(layout.sizes), np.uint32)
+    text = layout.sealed(0, len(layout.text), crcs)
+    at = 0
     with path.open("wb") as file:
-        for part in parts:
-            if isinstance(part, Literal):
-                file.write(part.data)
-            elif isinstance(part, Payload):
-                data = (buffers or {}).get(part.buffer)
-                if data is None:
-                    file.seek(part.nbytes, 1)
-                    crcs.append(0)
-                else:
-                    assert len(data) == part.nbytes
-                    file.write(data)
-                    crcs.append(zlib.crc32(data))
+        for number, (mark, size) in enumerate(zip(layout.marks.tolist(), layout.sizes.tolist(), strict=True)):
+            file.write(text[at:mark])
+            at = mark
+            if payloads is None:
+                file.seek(size, 1)
             else:
-                sealed = part.seal(crcs)
-                assert len(sealed) == part.nbytes
-                file.write(sealed)
+                assert len(payloads[number]) == size
+                file.write(payloads[number])
+        file.write(text[at:])
