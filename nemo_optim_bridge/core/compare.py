@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_optim_bridge.core.gather import Gatherer, aligned_buffer, as_floats, bounded_boxes, unsigned
-from nemo_optim_bridge.core.manifest import ITEMSIZE, Manifest, TensorKey
+from nemo_optim_bridge.core.manifest import DTYPES, Manifest, TensorKey
 from nemo_optim_bridge.core.plan import Plan
 from nemo_optim_bridge.core.region import Region
 from nemo_optim_bridge.core.store import FileStore, Store
@@ -81,41 +81,62 @@ class Pairs:
         return int((self.shape.prod(axis=1) * itemsize).sum())
 
 
+class _Side:
+    """One side of many pairs: reads boxes of them from its store."""
+
+    def __init__(self, manifest: Manifest, store: Store, rows: Columns, offsets: Columns) -> None:
+        self._table, self._rows = manifest.shards, rows
+        self._buffers, self._gatherer = manifest.buffers, Gatherer(store)
+        ndim = offsets.shape[1]
+        stride = _last(self._table.stride[rows], ndim, 0)
+        inside = offsets - _last(self._table.offsets[rows], ndim, 0)
+        buffer = self._table.buffer[rows]
+        start = self._table.storage_offset[rows] + (inside * stride).sum(axis=1)
+        columns = buffer, manifest.buffers.dtype[buffer], start, stride
+        self._boxes = list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def read(self, pair: int, inner: tuple[int, ...], out: Columns, dtype: str) -> None:
+        """Fill ``out`` with the part of a pair's box that begins at ``inner``."""
+        buffer, stored, start, stride = self._boxes[pair]
+        moved = start + sum(i * s for i, s in zip(inner, stride, strict=True))
+        self._gatherer.gather(out, dtype, buffer, DTYPES[stored], moved, tuple(stride))
+
+    def place(self, pair: int) -> tuple[str, int]:
+        """Return the file and the rank that hold a pair's box."""
+        shard = self._table[int(self._rows[pair])]
+        return self._buffers[shard.buffer].file, shard.rank
+
+
+def _last(columns: Columns, ndim: int, value: int) -> Columns:
+    """Return the last ``ndim`` columns, or all with leading columns of ``value``."""
+    missing = ndim - columns.shape[1]
+    return np.pad(columns, ((0, 0), (missing, 0)), constant_values=value) if missing > 0 else columns[:, -missing:]
+
+
 def compare(pairs: Pairs, left: Store, right: Store) -> Iterator[Difference]:
     """Yield one difference for every box whose two copies do not have the same bits."""
     block = aligned_buffer(2 * _BLOCK_BYTES)
-    sides = (pairs.left, left, pairs.left_rows), (pairs.right, right, pairs.right_rows)
-    gatherers = [Gatherer(left), Gatherer(right)]
-    for pair in range(len(pairs.left_rows)):
-        views = []
-        for manifest, _, rows in sides:
-            shard = manifest.shards[int(rows[pair])]
-            pad = pairs.offsets.shape[1] - len(shard.region.shape)
-            offsets = tuple(pairs.offsets[pair, pad:].tolist())
-            shape = tuple(pairs.shape[pair, pad:].tolist())
-            start = shard.storage_offset + sum(
-                (o - p) * s for o, p, s in zip(offsets, shard.region.offsets, shard.stride, strict=True)
-            )
-            views.append((shard, start))
-        dtype = pairs.left.tensors[pairs.left.shards.tensor[pairs.left_rows[pair]]].dtype
+    sides = (
+        _Side(pairs.left, left, pairs.left_rows, pairs.offsets),
+        _Side(pairs.right, right, pairs.right_rows, pairs.offsets),
+    )
+    tensors = pairs.left.shards.tensor[pairs.left_rows].tolist()
+    for pair, (tensor, shape) in enumerate(zip(tensors, map(tuple, pairs.shape.tolist()), strict=True)):
+        spec = pairs.left.tensors[tensor]
+        kind = unsigned(spec.dtype)
         difference: _Measure | None = None
-        for inner, size in bounded_boxes(shape, _BLOCK_BYTES // ITEMSIZE[dtype]):
-            arrays = []
-            for side, (shard, start) in enumerate(views):
-                array = np.ndarray(size, unsigned(dtype), block.data, side * _BLOCK_BYTES)
-                run = sides[side][0].buffers[shard.buffer]
-                moved = start + sum(i * s for i, s in zip(inner, shard.stride, strict=True))
-                gatherers[side].gather(array, dtype, shard.buffer, run.dtype, moved, shard.stride)
-                arrays.append(array)
+        for inner, size in bounded_boxes(shape, _BLOCK_BYTES // kind.itemsize):
+            arrays = [np.ndarray(size, kind, block.data, number * _BLOCK_BYTES) for number in range(2)]
+            for side, array in zip(sides, arrays, strict=True):
+                side.read(pair, inner, array, spec.dtype)
             if not np.array_equal(arrays[0], arrays[1]):
-                origin = tuple(o + i for o, i in zip(offsets, inner, strict=True))
-                difference = _merge(difference, _measure(arrays[0], arrays[1], dtype, origin))
+                pad = len(shape) - len(spec.shape)
+                one, two = (array.reshape(size[pad:]) for array in arrays)
+                origin = tuple(o + i for o, i in zip(pairs.offsets[pair].tolist(), inner, strict=True))
+                difference = _merge(difference, _measure(one, two, spec.dtype, origin[pad:]))
         if difference is not None:
-            (one, _), (two, _) = views
-            yield Difference(
-                one.key, *difference, pairs.left.buffers[one.buffer].file,
-                pairs.right.buffers[two.buffer].file, one.rank, two.rank,
-            )  # fmt: skip
+            (left_file, left_rank), (right_file, right_rank) = (side.place(pair) for side in sides)
+            yield Difference(spec.key, *difference, left_file, right_file, left_rank, right_rank)
 
 
 _Measure = tuple[int, float, float, tuple[int, ...]]

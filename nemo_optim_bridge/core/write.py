@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -310,7 +310,8 @@ class SegmentWriter:
         if folder not in self._made:
             self._made.add(folder)
             self._make(folder.rpartition("/")[0])
-            Path(self._directory, folder).mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                os.mkdir(f"{self._directory}/{folder}")  # noqa: PTH102 - making a Path takes half as long again
 
 
 def _text_of(file: OutputFile, begin: int, start: int, stop: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,32 @@ def test_memory(tmp_path: Path) -> None:
     out = bytearray(3)
     MemoryStore([memoryview(b"abc"), memoryview(bytes(range(8))).cast("I")]).read_into(1, 2, memoryview(out))
     assert bytes(out) == b"\x02\x03\x04"
+
+
+def test_small_reads_near_each_other_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right whatever comes after what: forwards, backwards, over the end of what was read ahead, and larger reads."""
+    monkeypatch.setattr(store_module, "_SMALL_BYTES", 40)
+    monkeypatch.setattr(store_module, "_AHEAD_BYTES", 100)
+    data = random.Random(1).randbytes(3000)
+    buffers = files(tmp_path, 2, data)
+    contents = data[2:] + b"", (data[1:] + data[:1])[2:]
+    generator = random.Random(2)
+    with FileStore(buffers) as store:
+        at = 0
+        for _ in range(3000):
+            number, nbytes = generator.randrange(2), generator.choice((0, 1, 7, 39, 40, 130))
+            at = generator.choice((at, at, at + 30, at + 60, at - 50, generator.randrange(2900))) % 2800
+            assert read(store, number, at, nbytes) == contents[number][at : at + nbytes]
+            at += nbytes
+
+
+def test_many_small_reads_take_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = files(tmp_path, 1, bytes(100_000))
+    calls: list[int] = []
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda *args: (calls.append(1), pread(*args))[1])
+    monkeypatch.setattr(os, "preadv", lambda *args: (calls.append(1), preadv(*args))[1])
+    with FileStore(buffers) as store:
+        for offset in range(0, 90_000, 100):
+            read(store, 0, offset, 80)
+    assert len(calls) == 3
