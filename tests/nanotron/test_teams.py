@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,9 @@ def test_an_error_of_a_worker_is_the_only_one(copy_of: Real, tmp_path: Path) -> 
 def test_a_worker_that_is_killed_leaves_nothing(real: Real, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write = write.SegmentWriter.write
 
-    def die(self: write.SegmentWriter, segment: write.Segment) -> list[int]:
-        crcs = real_write(self, segment)
-        if segment.file == 9:
+    def die(self: write.SegmentWriter, bundle: Sequence[write.Segment]) -> Any:
+        crcs = real_write(self, bundle)
+        if any(segment.file == 9 for segment in bundle):
             os.kill(os.getpid(), signal.SIGKILL)
         return crcs
 
@@ -149,7 +149,8 @@ def test_ranks_plan_and_read_their_own_share(real: Real, reshard: Reshard, tmp_p
         "    setattr(module, name, call)\n"
         "spy(optimizer, 'read_optimizer_shard', lambda args, result: args[0].name)\n"
         "spy(reshard, 'make_plan', lambda args, result: len(result))\n"
-        "spy(write.SegmentWriter, 'write', lambda args, result: args[0]._files[args[1].file].path)\n"
+        "path = lambda args, result: args[0]._files[args[1][0].file].path\n"
+        "spy(write.SegmentWriter, 'write', path)\n"
         "from nemo_optim_bridge.formats.nanotron import reader\n"
         "reader.read_optimizer_shard = optimizer.read_optimizer_shard\n"
         "from nemo_optim_bridge.__main__ import main\n"
