@@ -91,7 +91,8 @@ class Launcher:
             raise AssertionError(f"a run did not end within {LIMIT} seconds: {log.read_text()}")
         trace = log.with_suffix(".trace")
         calls = tuple(tuple(call) for call in json.loads(trace.read_text())) if trace.exists() else ()
-        return Ended(code, log.read_text(), calls)
+        said = log.read_text() if log.exists() else ""  # a run may be killed before it has opened its log
+        return Ended(code, said, calls)
 
     def run(self, *argv: str | Path, fault: Fault | None = None, **options: Any) -> Ended:
         """Run to the end."""

@@ -870,9 +870,9 @@ def test_a_source_that_changes_while_it_is_read(copy_of: Real, refuse: Refuse, m
     root = copy_of(TP2)
     write = SegmentWriter.write
 
-    def write_and_touch(self: SegmentWriter, segment: Segment) -> list[int]:
+    def write_and_touch(self: SegmentWriter, bundle: list[Segment]) -> Any:
         os.utime(root / OPTIMIZER, (1, 1))
-        return write(self, segment)
+        return write(self, bundle)
 
     monkeypatch.setattr(SegmentWriter, "write", write_and_touch)
     message = refuse(root, "--tp 1")
