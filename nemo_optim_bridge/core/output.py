@@ -50,10 +50,10 @@ class Layout:
         if not len(self.crcs):
             return memoryview(self.text)[start:stop]
         text = np.frombuffer(self.text, np.uint8)[start:stop].copy()
-        data = crcs.astype("<u4").view(np.uint8).reshape(-1, 4)
         for places in self.crcs:
             first, last = np.searchsorted(places, (start, stop))
-            text[places[first:last, None] - start + np.arange(4)] = data[first:last]
+            found = crcs[first:last].astype("<u4").view(np.uint8).reshape(-1, 4)
+            text[places[first:last, None] - start + np.arange(4)] = found
         return text.data
 
 

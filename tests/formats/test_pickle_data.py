@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from nemo_optim_bridge.errors import CorruptFileError, TargetError, UnsafePickleError
 from nemo_optim_bridge.formats import pickle_data
-from nemo_optim_bridge.formats.pickle_data import Call, Global, Opaque, dumps
+from nemo_optim_bridge.formats.pickle_data import Alike, Call, Global, Opaque, dumps
 
 DATA = Path(__file__).parent.parent / "data" / "torch_zip"
 
@@ -394,3 +394,21 @@ def test_nothing_is_imported(tmp_path):
     """)
     root = str(Path(pickle_data.__file__).parents[3])
     subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": f"{root}:{tmp_path}"})
+
+
+def test_what_is_alike_is_written_as_if_each_were_spelled_out():
+    class Leaf:
+        def __init__(self, form, key):
+            self.form, self.key = form, key
+
+    def small(key):
+        return Call(Global("m", "f"), ("long name", key, 7, (1, 2)))
+
+    def large(key):
+        return Call(Global("m", "g"), (key, Call(Global("m", "f"), ("long name",))))
+
+    keys = [str(number) for number in (*range(300), *range(9_990, 10_020))]
+    leaves = [Leaf(form, key) for key in keys for form in (small, large)]
+    tree = {"leaves": leaves, "again": leaves[:5], "10001": "long name", "names": keys}
+    alike = dumps(tree, replace=lambda leaf: Alike(leaf.form, leaf.key))
+    assert alike == dumps(tree, replace=lambda leaf: leaf.form(leaf.key))
