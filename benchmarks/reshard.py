@@ -18,6 +18,8 @@ What the variants are:
     ours-N[-nocrc|-crc|-all]   this package with N processes; it writes valid CRCs, checks no source CRCs and writes no
                                receipt. nocrc: the benchmark takes the CRC function away, to show what it costs.
                                crc: source CRCs are checked. all: and a receipt with digests is written.
+    optimizer-N                the same, but only the optimizer's files are written, against cp of those: a few large
+                               ones, so that the system's creation of a folder and a file for each weight does not count
     reshard, inspect           the whole command as a user types it, with --no-fsync
     dcp-2                      torch DCP load + save of the same tensors, 2 processes; against ours-2
     nanotron, ours-load        both target ranks' optimizer state loaded into CPU tensors, one after the other: as
@@ -39,7 +41,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,10 +61,13 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "ours-1-all": {"workers": 1, "check": True, "receipt": True},
     "ours-2-all": {"workers": 2, "check": True, "receipt": True},
 }
+OPTIMIZER: Mapping[str, Mapping[str, Any]] = {
+    f"optimizer-{workers}": {"workers": workers, "optimizer_only": True} for workers in (1, 2)
+}
 COMMANDS = ("inspect", "reshard")
 OTHERS = ("dcp-2", "torch-cat", "ours-load", "nanotron")
 SLOW = ("dcp-2", "torch-cat", "nanotron")
-OPTIMIZER_ONLY = ("torch-cat", "ours-load", "nanotron")  # compared with cp of the optimizer's files
+OPTIMIZER_ONLY = (*OPTIMIZER, "torch-cat", "ours-load", "nanotron")  # compared with cp of the optimizer's files
 COUNTERPARTS = {"dcp-2": ("ours-2",), "nanotron": ("ours-load", "ours-1")}
 
 
@@ -78,7 +83,7 @@ class Case:
 
 TWO_GB = {"layers": 48, "hidden": 512, "intermediate": 1536}
 CASES = {
-    "tp4-2": Case({**TWO_GB, "tp": 4}, {"tp": 2}, ("cp", *OURS, "reshard", "cp-optimizer", *OTHERS)),
+    "tp4-2": Case({**TWO_GB, "tp": 4}, {"tp": 2}, ("cp", *OURS, "reshard", "cp-optimizer", *OPTIMIZER, *OTHERS)),
     "tp4-8": Case({**TWO_GB, "tp": 4}, {"tp": 8}),
     "zero4-2": Case({**TWO_GB, "dp": 4, "zero": 1}, {"dp": 2}, ("cp", "ours-2-nocrc", "ours-2", "ours-2-all")),
     "ep4-2": Case({**TWO_GB, "layers": 12, "experts": 8, "ep": 4}, {"ep": 2}, ("cp", "ours-2", "ours-2-all")),
@@ -111,8 +116,8 @@ def prepare(variant: str, source: Path, out: Path, to: Mapping[str, int]) -> Cal
         return lambda: _copy(source, out)
     if variant == "cp-optimizer":
         return lambda: _copy(source / "optimizer", out)
-    if variant in OURS:
-        return _ours(source, out, to, **OURS[variant])
+    if variant in OURS or variant in OPTIMIZER:
+        return _ours(source, out, to, **{**OURS, **OPTIMIZER}[variant])
     from benchmarks import others
 
     return others.VARIANTS[variant](source, out, to)
@@ -124,7 +129,7 @@ def _copy(source: Path, out: Path) -> None:
 
 def _ours(
     source: Path, out: Path, to: Mapping[str, int], *, workers: int, check: bool = False, receipt: bool = False,
-    crc: bool = True,
+    crc: bool = True, optimizer_only: bool = False,
 ) -> Callable[[], Any]:  # fmt: skip
     from nemo_optim_bridge.core.team import Workers
     from nemo_optim_bridge.formats.nanotron.reshard import Options, plan_reshard
@@ -132,7 +137,12 @@ def _ours(
     options = Options(**to, check_crcs=check, receipt=receipt, fsync=False)
 
     def work() -> None:
-        plan_reshard(source, out, options, Workers(workers)).run()
+        reshard = plan_reshard(source, out, options, Workers(workers))
+        if optimizer_only:
+            pairs = zip(reshard.files, reshard.writers, strict=True)
+            files, writers = zip(*(pair for pair in pairs if pair[0].path.startswith("optimizer/")), strict=True)
+            reshard = replace(reshard, files=files, writers=writers)
+        reshard.run()
 
     return work if crc else patch("nemo_optim_bridge.core.write.crc32", lambda data, crc=0: 0)(work)
 
@@ -315,6 +325,8 @@ def _check(variant: str, source: Path, reference: Path, out: Path) -> None:
         _require_same(source, out)
     elif variant == "cp":
         subprocess.run(["diff", "-r", source, out], check=True)
+    elif variant in OPTIMIZER:
+        subprocess.run(["diff", "-r", reference / "optimizer", out / "optimizer"], check=True)
     elif variant in OTHERS:
         _run("benchmarks.others", variant, reference, source, out)
 
