@@ -273,7 +273,7 @@ def run_case(case: Case, folder: Path, rounds: int, variants: tuple[str, ...]) -
     source, reference = _source(case, folder), folder / "reference"
     measured: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     try:
-        if set(variants) & set(OTHERS):
+        if set(variants) & {*OTHERS, *OPTIMIZER}:
             measure("ours-1-all", source, reference, case.to)
             _require_same(source, reference)
         if "dcp-2" in variants and not Path(f"{source}-dcp").exists():

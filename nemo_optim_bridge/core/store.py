@@ -16,7 +16,7 @@ from nemo_optim_bridge.errors import CorruptFileError, MissingSourceError, Sourc
 
 _MAX_OPEN_FILES = 128
 _SMALL_BYTES = 4 << 10  # reads of fewer, and gaps between them, cost less to copy than a system call
-_AHEAD_BYTES = 64 << 10
+_LEAST_AHEAD, _MOST_AHEAD = 1 << 10, 64 << 10  # twice as far each time, so that little is read in vain
 _MAX_AHEAD = 16  # files that are read ahead at a time
 
 
@@ -38,7 +38,8 @@ class FileStore:
         self._files = buffers.files
         self._file, self._offset = buffers.file.data, buffers.offset.data  # as views: their items are Python's ints
         self._open: OrderedDict[int, int] = OrderedDict()  # by number of the file
-        self._ahead: OrderedDict[int, tuple[int, bytes]] = OrderedDict()  # by number of the file: position, and bytes
+        #: By number of the file, the latest last: position, bytes, and how far to read ahead.
+        self._ahead: OrderedDict[int, tuple[int, bytes, int]] = OrderedDict()
         self._seen: dict[str, Identity] = dict(identities or {})
         self.num_bytes_read = 0
 
@@ -68,23 +69,24 @@ class FileStore:
 
     def _take_ahead(self, number: int, position: int, out: memoryview) -> int:
         """Fill the start of ``out`` from what is read ahead of small reads of a file; return how many bytes."""
-        start, ahead = self._ahead.get(number, (position + 1, b""))
+        start, ahead, reach = self._ahead.pop(number, (position + 1, b"", 0))
         stop = start + len(ahead)
         if position < start or position + len(out) > stop:
             if start <= position <= stop + _SMALL_BYTES:
-                start, ahead = position, self._read_ahead(number, position)
+                reach = min(2 * reach, _MOST_AHEAD)
+                start, ahead = position, self._read_ahead(number, position, max(reach, len(out)))
             else:  # maybe the first of some
-                start, ahead = position + len(out), b""
-            self._ahead[number] = start, ahead
-            if len(self._ahead) > _MAX_AHEAD:
-                self._ahead.popitem(last=False)
+                start, ahead, reach = position + len(out), b"", _LEAST_AHEAD
+        self._ahead[number] = start, ahead, reach
+        if len(self._ahead) > _MAX_AHEAD:
+            self._ahead.popitem(last=False)
         found = ahead[position - start : position - start + len(out)]
         out[: len(found)] = found
         return len(found)
 
-    def _read_ahead(self, number: int, position: int) -> bytes:
+    def _read_ahead(self, number: int, position: int, num_bytes: int) -> bytes:
         try:
-            return os.pread(self._descriptor(number), _AHEAD_BYTES, position)
+            return os.pread(self._descriptor(number), num_bytes, position)
         except OSError as error:
             raise unreadable(self._files[number], error) from error
 

@@ -128,7 +128,8 @@ def test_memory(tmp_path: Path) -> None:
 def test_small_reads_near_each_other_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right whatever comes after what: forwards, backwards, over the end of what was read ahead, and larger reads."""
     monkeypatch.setattr(store_module, "_SMALL_BYTES", 40)
-    monkeypatch.setattr(store_module, "_AHEAD_BYTES", 100)
+    monkeypatch.setattr(store_module, "_LEAST_AHEAD", 25)
+    monkeypatch.setattr(store_module, "_MOST_AHEAD", 100)
     data = random.Random(1).randbytes(3000)
     buffers = files(tmp_path, 2, data)
     contents = data[2:] + b"", (data[1:] + data[:1])[2:]
@@ -151,4 +152,12 @@ def test_many_small_reads_take_few_calls(tmp_path: Path, monkeypatch: pytest.Mon
     with FileStore(buffers) as store:
         for offset in range(0, 90_000, 100):
             read(store, 0, offset, 80)
-    assert len(calls) == 3
+    assert len(calls) == 7  # alone, then 2, 4, 8, 16, 32 and 64 KiB ahead
+
+
+def test_small_reads_far_from_each_other_read_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = files(tmp_path, 1, bytes(100_000))
+    monkeypatch.setattr(os, "pread", lambda *args: pytest.fail("read ahead"))
+    with FileStore(buffers) as store:
+        for offset in range(0, 90_000, 10_000):
+            read(store, 0, offset, 80)

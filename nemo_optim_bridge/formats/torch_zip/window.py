@@ -7,7 +7,10 @@ from typing import Final
 
 from nemo_optim_bridge.errors import CorruptFileError
 
-_AHEAD: Final = 1 << 14  # bytes read at once where fewer are asked for: small records lie side by side
+#: Small records lie side by side: reads that begin this near to the last one's end are read ahead, twice as far each
+#: time; large records lie far apart, and nothing is read that is not asked for.
+_NEAR: Final = 1 << 12
+_LEAST_AHEAD, _MOST_AHEAD = 1 << 10, 1 << 14
 
 
 class Window:
@@ -19,6 +22,7 @@ class Window:
         self.path, self.start, self.stop, self.data = path, start, start + nbytes, data
         self._fd, self._owned = fd, owned
         self._block, self._block_start = data or b"", 0
+        self._ahead = _LEAST_AHEAD
 
     @classmethod
     def of(cls, path: str, data: bytes | None, fd: int | None = None) -> Window:
@@ -41,9 +45,12 @@ class Window:
             nbytes = self.stop - offset
         at = offset - self._block_start
         if at < 0 or at + nbytes > len(self._block):
-            if nbytes >= _AHEAD:
+            if nbytes >= _MOST_AHEAD:
                 return os.pread(self._fd, nbytes, offset)
-            self._block = os.pread(self._fd, min(_AHEAD, self.stop - offset), offset)
+            is_near = 0 <= at <= len(self._block) + _NEAR
+            self._ahead = min(2 * self._ahead, _MOST_AHEAD) if is_near else _LEAST_AHEAD
+            count = max(nbytes, self._ahead) if is_near else nbytes
+            self._block = os.pread(self._fd, min(count, self.stop - offset), offset)
             self._block_start, at = offset, 0
         return self._block[at : at + nbytes]
 
