@@ -144,7 +144,8 @@ def _bundles(segments: Iterable[Segment], files: Sequence[OutputFile]) -> Iterat
     for segment in segments:
         first = files[segment.file].first_buffer + segment.start
         nbytes += _aligned(segment.nbytes)
-        if bundle and not (segment.is_whole and nbytes <= WINDOW_BYTES and first == buffer):
+        follows = nbytes <= WINDOW_BYTES and first == buffer
+        if bundle and not (bundle[0].is_whole and segment.is_whole and follows):
             yield bundle
             bundle, nbytes = [], _aligned(segment.nbytes)
         bundle.append(segment)

@@ -225,6 +225,26 @@ def test_small_files_are_written_together(window: int, tiny: Tiny, tmp_path: Pat
         assert (tmp_path / f"f/{row}").read_bytes() == b"x" * row + tensor[row].tobytes()
 
 
+def test_the_small_end_of_a_large_file_is_not_taken_for_a_small_file(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a pipeline stage is large and the next one holds little: the window has room for both ends."""
+    tiny(150)
+    monkeypatch.setattr(write, "SEGMENT_BYTES", 150)
+    shape = (8, 10)
+    source = manifest(shape, columns(shape, 3, 10))
+    target = manifest(shape, [(Region((row, 0), (1, 10)), None) for row in range(8)])
+    tensor = numbers(shape)
+    store = store_of(source, tensor)
+    large = Layout(b"", np.zeros(5, np.int64), np.full(5, 40), np.zeros((0, 5), np.int64))
+    files = [OutputFile("large", large), *(OutputFile(f"f/{row}", Layout.of(b"", 40), row) for row in (5, 6, 7))]
+    assert [segment.is_whole for segment in write.cut_files(files)] == [False, False, True, True, True]
+    write_files(tmp_path, files, make_plan(source, target), Workers(1), fsync=False, open_store=lambda _: store)
+    assert (tmp_path / "large").read_bytes() == tensor[:5].tobytes()
+    for row in (5, 6, 7):
+        assert (tmp_path / f"f/{row}").read_bytes() == tensor[row].tobytes()
+
+
 def test_an_existing_file_is_not_written_over(tmp_path: Path) -> None:
     shape = (2,)
     one = manifest(shape, [(Region.full(shape), None)])
