@@ -116,7 +116,7 @@ def test_context_parallel_is_seen_in_the_config_too(copy_of: Real, refuse: Refus
 
 def test_expert_rows_that_tp_does_not_divide() -> None:
     """No fixture's heads allow a tp that its experts do not."""
-    from nemo_optim_bridge.formats.nanotron.writer import _expert_problems
+    from nemo_optim_bridge.formats.nanotron.target_spec import _expert_problems
     from nemo_optim_bridge.formats.topology import Topology
 
     def problems(tp: int, ep: int, rows: int) -> list[Any]:

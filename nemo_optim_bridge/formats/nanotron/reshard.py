@@ -30,8 +30,9 @@ from nemo_optim_bridge.formats.crcs import require_valid_crcs
 from nemo_optim_bridge.formats.nanotron.checkpoint import NanotronCheckpoint
 from nemo_optim_bridge.formats.nanotron.dialects import find_dialect
 from nemo_optim_bridge.formats.nanotron.reader import read_checkpoint, resolve
+from nemo_optim_bridge.formats.nanotron.target_spec import TargetSpec
 from nemo_optim_bridge.formats.nanotron.view import as_checkpoint
-from nemo_optim_bridge.formats.nanotron.writer import Target, TargetSpec
+from nemo_optim_bridge.formats.nanotron.writer import Target
 from nemo_optim_bridge.formats.topology import Topology
 
 REPLICA_POLICIES = ("error", "lowest-rank")
