@@ -147,7 +147,8 @@ class Assembler:
                     "optimizer state without a weight shard",
                     path=shard.path,
                     key=fqn,
-                    hint=f"copy the parameter's files to {folder} from the original run, under their own names",
+                    hint=f"copy the parameter's files to {folder} from the original run, under their own names; if the "
+                    "run has no such parameter, copy this optimizer file again",
                 )
             )
         if self.problems:
