@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from nemo_optim_bridge.core.boxes import ranges
 from nemo_optim_bridge.core.manifest import (
     DTYPES,
     ITEMSIZE,
@@ -40,7 +41,7 @@ class ManifestBuilder:
         self._buffers = array("q")  # file, offset, nbytes, dtype per buffer
         self._max_ndim = 1
         self._fixed = array("q")  # tensor, rank, buffer, storage_offset per shard
-        self._dims: dict[int, tuple[array[int], array[int]]] = {}  # ndim -> (shard numbers, offsets+shape+stride)
+        self._boxes: dict[int, _Boxes] = {}  # by ndim
         self._problems: list[BridgeError] = []
         self._broken_tensors: set[int] = set()  # reported already: their shards are not looked at
         self._broken_buffers: set[int] = set()
@@ -102,10 +103,8 @@ class ManifestBuilder:
         ndim = len(self._specs[tensor].shape)
         problem = _box_problem(ndim, region, rank, storage_offset, stride)
         if problem is None:
-            numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
-            numbers.append(len(self._fixed) // 4)
+            self._box(ndim, region, stride, 1)
             self._fixed.extend((tensor, rank, buffer, storage_offset))
-            dims.extend((*region.offsets, *region.shape, *stride))
             return
         key, path = self._specs[tensor].key, list(self._files)[self._buffers[4 * buffer]]
         self._problems.append(ContradictionError(problem, path=path, key=key, region=region, rank=rank))
@@ -121,12 +120,16 @@ class ManifestBuilder:
             for one, at in zip(tensor.tolist(), buffer.tolist(), strict=True):
                 self.shard(one, region, rank, at, storage_offset, stride)
             return
-        first, count = len(self._fixed) // 4, len(tensor)
-        numbers, dims = self._dims.setdefault(ndim, (array("q"), array("q")))
-        numbers.extend(range(first, first + count))
+        count = len(tensor)
+        self._box(ndim, region, stride, count)
         rows = [tensor, np.full(count, rank), buffer, np.full(count, storage_offset)]
         self._fixed.frombytes(np.stack(rows, axis=1, dtype=np.int64).tobytes())
-        dims.extend(array("q", (*region.offsets, *region.shape, *stride)) * count)
+
+    def _box(self, ndim: int, region: Region, stride: Sequence[int], count: int) -> None:
+        """Enter the box of the next ``count`` shards."""
+        spans, dims = self._boxes.setdefault(ndim, _Boxes(array("q"), array("q")))
+        spans.extend((len(self._fixed) // 4, count))
+        dims.extend((*region.offsets, *region.shape, *stride))
 
     def build(
         self,
@@ -134,28 +137,45 @@ class ManifestBuilder:
         steps: Mapping[str, float] | None = None,
         identities: Mapping[str, Identity] | None = None,
     ) -> Manifest:
-        """Return the manifest; raises ContradictionError with every problem found."""
-        fixed = _columns(self._fixed, 4)
-        columns = np.zeros((3, len(fixed), self._max_ndim), np.int64)
-        columns[1] = 1
-        for ndim, (numbers, dims) in self._dims.items():
-            if ndim:
-                rows = np.frombuffer(numbers, dtype=np.int64)
-                columns[:, rows, self._max_ndim - ndim :] = _columns(dims, 3 * ndim).reshape(-1, 3, ndim).swapaxes(0, 1)
-        specs = tuple(self._specs)
-        table = ShardTable(specs, *(fixed[:, i].copy() for i in range(4)), *columns)
-        buffers = BufferTable(tuple(self._files), *_columns(self._buffers, 4).T.copy())
+        """Return the manifest, and let go of what it is made from; raises ContradictionError with every problem found.
+
+        To be called once, as the last.
+        """
+        specs, fixed = tuple(self._specs), _taken(self._fixed, 4)
+        table = ShardTable(specs, *fixed, *self._box_columns(fixed.shape[1]))
+        buffers = BufferTable(tuple(self._files), *_taken(self._buffers, 4))
         manifest = Manifest(specs, table, buffers, tuple(param_groups), dict(steps or {}), dict(identities or {}))
         raise_all([*self._problems, *problems_of(manifest)])
         return manifest
+
+    def _box_columns(self, count: int) -> Rows:
+        """Return offsets, shape and stride of all ``count`` shards, each (shards, K)."""
+        columns = np.zeros((3, count, self._max_ndim), np.int64)
+        columns[1] = 1
+        for ndim, (spans, dims) in self._boxes.items():
+            if ndim:
+                first, counts = _taken(spans, 2)
+                rows, run = ranges(first, counts), np.repeat(np.arange(len(counts)), counts)
+                for column, boxes in zip(columns, _taken(dims, 3, ndim), strict=True):
+                    column[rows, self._max_ndim - ndim :] = boxes[run]
+        return columns
+
+
+class _Boxes(NamedTuple):
+    """Boxes of runs of shards: first shard and number of shards of each run; its offsets, shape and stride."""
+
+    spans: array[int]
+    dims: array[int]
 
 
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def _columns(values: array[int], width: int) -> npt.NDArray[Any]:
-    """Return what was collected row by row as a (rows, width) array."""
-    return np.frombuffer(values, np.int64).reshape(-1, width) if values else np.zeros((0, width), np.int64)
+def _taken(values: array[int], *row: int) -> Rows:
+    """Return what was collected, a row of that shape after the other, with the rows' first axis first; forget it."""
+    columns = np.array(values, np.int64).reshape(-1, *row).swapaxes(0, 1).copy()
+    del values[:]
+    return columns
 
 
 @lru_cache(maxsize=1 << 10)  # layers repeat each other

@@ -45,8 +45,7 @@ class TensorKey(NamedTuple):
         return f"{self.fqn}|{self.state}"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A global tensor: its name, shape in elements, and dtype name."""
 
     key: TensorKey

@@ -135,7 +135,7 @@ def _match_tensors(source: Manifest, target: Manifest) -> IntArray:
     unmatched = [
         row
         for row, (spec, at) in enumerate(zip(target.tensors, found, strict=True))
-        if at < 0 or (known := source.tensors[at]).shape != spec.shape or known.dtype != spec.dtype
+        if at < 0 or source.tensors[at] != spec
     ]
     raise_all(_mismatches(source, target, unmatched))
     number = np.full(len(source.tensors), -1, np.int64)

@@ -287,7 +287,7 @@ class SegmentWriter:
             file = self._files[number]
             layout = file.layout
             with self._opened(file, 0) as descriptor:
-                text = layout.sealed(int(layout.marks[-1]), len(layout.text), known)
+                text = layout.sealed(int(layout.marks[-1]), layout.text_bytes, known)
                 _write_at(descriptor, text, file.nbytes - len(text))
 
     @contextmanager
@@ -318,7 +318,7 @@ class SegmentWriter:
 def _text_of(file: OutputFile, begin: int, start: int, stop: int) -> tuple[int, int]:
     """Return the range of the text from byte ``begin``, with the payloads from ``start`` on, to payload ``stop``."""
     marks = file.layout.marks
-    return int(marks[start]) if begin else 0, int(marks[stop]) if stop < len(marks) else len(file.layout.text)
+    return int(marks[start]) if begin else 0, int(marks[stop]) if stop < len(marks) else file.layout.text_bytes
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:

@@ -72,3 +72,22 @@ def test_buffers_as_columns() -> None:
     assert table.capacity().tolist() == [2, 3, 0]
     taken = table.take(np.array([1]))
     assert list(taken) == [buffers[1]] and taken.files == ("b",)
+
+
+def test_columns_and_single_boxes_of_several_dimensions_in_turn() -> None:
+    builder, expected = ManifestBuilder(), []
+    buffer = builder.buffer("file", 0, 4096, "int8")
+    shapes = [(), (12,), (4, 3), (2, 2, 3)]
+    rows = [[builder.tensor(TensorKey(f"{shape}.{i}", "x"), shape, "int8") for i in range(3)] for shape in shapes]
+    for turn in range(2):
+        for shape, tensors in zip(shapes, rows, strict=True):
+            for count in (2, 0, 1):
+                region = Region((turn,) * len(shape), (1,) * len(shape))
+                stride = tuple(range(turn, turn + len(shape)))
+                numbers = np.array(tensors[:count], np.int64)
+                builder.shards(numbers, region, count, np.full(count, buffer), turn, stride)
+                builder.shard(tensors[2], region, 7, buffer, turn, stride)
+                keys = [f"{shape}.{i}" for i in range(count)]
+                expected += [(key, region, count, stride) for key in keys] + [(f"{shape}.2", region, 7, stride)]
+    found = [(shard.key.fqn, shard.region, shard.rank, shard.stride) for shard in builder.build().shards]
+    assert found == expected

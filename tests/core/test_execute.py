@@ -81,7 +81,7 @@ def store_of(source: Manifest, tensor: npt.NDArray[np.uint32], *, transposed: bo
 def written(plan: Plan, store: MemoryStore, folder: Path) -> bytes:
     """Write every target buffer to one file and return its bytes."""
     sizes = plan.target.buffers.nbytes
-    layout = Layout(b"", np.zeros_like(sizes), sizes, np.zeros((0, len(sizes)), np.int64))
+    layout = Layout.around(b"", np.zeros_like(sizes), sizes, np.zeros((0, len(sizes)), np.int64))
     write_files(folder, [OutputFile("out", layout)], plan, Workers(1), fsync=False, open_store=lambda _: store)
     return (folder / "out").read_bytes()
 
@@ -194,7 +194,7 @@ def test_the_crc_of_every_payload_is_put_in_its_places(
     target = manifest(shape, [(Region((0, 0), (1, 10)), None), (Region((1, 0), (5, 10)), None)])
     tensor = numbers(shape)
     text = b"head" * 11 + b"(....)" + b"(....)" + b"second ........ first" + b"tail" * 10
-    layout = Layout(text, np.array([44, 50]), np.array([40, 200]), np.array([[45, 51], [63, 67]]))
+    layout = Layout.around(text, np.array([44, 50]), np.array([40, 200]), np.array([[45, 51], [63, 67]]))
     progress: list[int] = []
     store = store_of(source, tensor)
     file = OutputFile("deep/below/out", layout)
@@ -236,7 +236,7 @@ def test_the_small_end_of_a_large_file_is_not_taken_for_a_small_file(
     target = manifest(shape, [(Region((row, 0), (1, 10)), None) for row in range(8)])
     tensor = numbers(shape)
     store = store_of(source, tensor)
-    large = Layout(b"", np.zeros(5, np.int64), np.full(5, 40), np.zeros((0, 5), np.int64))
+    large = Layout.around(b"", np.zeros(5, np.int64), np.full(5, 40), np.zeros((0, 5), np.int64))
     files = [OutputFile("large", large), *(OutputFile(f"f/{row}", Layout.of(b"", 40), row) for row in (5, 6, 7))]
     assert [segment.is_whole for segment in write.cut_files(files)] == [False, False, True, True, True]
     write_files(tmp_path, files, make_plan(source, target), Workers(1), fsync=False, open_store=lambda _: store)

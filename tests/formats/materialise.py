@@ -14,7 +14,7 @@ from nemo_optim_bridge.core.output import Layout
 def materialise(layout: Layout, path: Path, payloads: Sequence[bytes] | None = None) -> None:
     """Write a file; without ``payloads`` there are holes of zeros in their place, and checksums are not right."""
     crcs = np.array([zlib.crc32(data) for data in payloads or ()] or [0] * len(layout.sizes), np.uint32)
-    text = layout.sealed(0, len(layout.text), crcs)
+    text = layout.sealed(0, layout.text_bytes, crcs)
     at = 0
     with path.open("wb") as file:
         for number, (mark, size) in enumerate(zip(layout.marks.tolist(), layout.sizes.tolist(), strict=True)):

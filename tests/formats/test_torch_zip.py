@@ -395,3 +395,16 @@ def test_nothing_that_was_read_is_left_to_the_cycle_collector():
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_nothing_that_was_laid_out_is_left_to_the_cycle_collector():
+    tensor = NewTensor("float32", (2,), 0)
+    tree = {"a": [tensor, 1, "text", OrderedDict(c={1})], "b": NewTensor("float32", (), b"1234")}
+    lay_out(tree, "archive")
+    gc.collect()
+    gc.disable()
+    try:
+        lay_out(tree, "archive")
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -193,7 +193,7 @@ class _Layouter:
         weights = self._alike(fqn, tp, ep)
         file = weights.layout
         weights.tensors.append(self.builder.tensor(TensorKey(fqn, WEIGHT), layout.shape, layout.dtype))
-        buffer = self.builder.buffer(path, len(file.text), file.nbytes - len(file.text), layout.dtype)
+        buffer = self.builder.buffer(path, file.text_bytes, file.nbytes - file.text_bytes, layout.dtype)
         weights.buffers.append(buffer)
         return OutputFile(path, file, buffer)
 
@@ -211,12 +211,14 @@ class _Layouter:
         return self._weights_alike[key]
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the payloads of all files that were laid out."""
+        """Return the manifest of the payloads of all files that were laid out, and let go of what it is made from."""
         for weights in self._weights_alike.values():
             tensors, buffers = np.array(weights.tensors, np.int64), np.array(weights.buffers, np.int64)
             for view in weights.views:
                 self.builder.shards(tensors, view.region, weights.rank, buffers, *view[1:])
-        return self.builder.build(self.source.manifest.param_groups, self.source.manifest.steps)
+        self._weights_alike.clear()
+        builder, self.builder = self.builder, ManifestBuilder()
+        return builder.build(self.source.manifest.param_groups, self.source.manifest.steps)
 
     def _optimizer(self) -> Iterator[Outline]:
         topology = self.topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
 from nemo_optim_bridge.errors import TargetError
@@ -37,17 +37,17 @@ def dumps(
         writer.save(obj)
     except RecursionError as error:
         raise TargetError("value is nested too deeply to be pickled") from error
-    return b"\x80\x02" + b"".join(writer.parts) + b"."
+    return bytes(writer.pickle + b".")
 
 
 class _Hole:
-    """Stands where the key of an ``Alike`` goes; ``parts`` and ``memos`` are the ranges of what is written for it."""
+    """Stands where the key of an ``Alike`` goes; ``place`` and ``memos`` are the ranges of what is written for it."""
 
-    __slots__ = ("key", "memos", "parts")
+    __slots__ = ("key", "memos", "place")
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.parts = self.memos = range(0)
+        self.place = self.memos = range(0)
 
 
 class _Writer:
@@ -56,28 +56,21 @@ class _Writer:
     def __init__(
         self, persistent_id: Callable[[object], object] | None, replace: Callable[[object], object] | None
     ) -> None:
-        self.parts: list[bytes] = []
-        self._emit = self.parts.append
+        self.pickle = bytearray(b"\x80\x02")
+        self._emit = self.pickle.extend
         self._persistent_id = persistent_id
         self._replace = replace
         self._shared: dict[int, tuple[bytes, object]] = {}  # by identity: opcode that fetches it; keeps it alive
         self._named: dict[object, bytes] = {}  # by value: strings and globals
         self._num_memo = 0
         self._templates: dict[object, tuple[bytes, bytes]] = {}  # by form: what goes before the key, and after it
-        self._savers: dict[type, Callable[[Any], None]] = {
-            bool: self._bool, type(None): self._none, int: self._int, float: self._float, str: self._str,
-            bytes: self._bytes, tuple: self._tuple, list: self._list, dict: self._dict, set: self._set,
-            OrderedDict: self._ordered_dict, Global: self._global, Call: self._call, Opaque: self._opaque,
-            Alike: self._alike, _Hole: self._hole,
-        }  # fmt: skip
 
     def save(self, value: object) -> None:
-        (self._savers.get(type(value)) or self._other)(value)
+        _SAVERS.get(type(value), _Writer._other)(self, value)
 
     def _save_all(self, values: Iterable[object]) -> None:
-        savers, other = self._savers, self._other
         for value in values:
-            (savers.get(type(value)) or other)(value)
+            _SAVERS.get(type(value), _Writer._other)(self, value)
 
     def _memoize(self) -> bytes:
         """Number the topmost value; return the opcode that fetches it again."""
@@ -244,16 +237,17 @@ class _Writer:
             self._str(value.key)
             self._emit(after)
             return
-        hole, first, num_memo = _Hole(value.key), len(self.parts), self._num_memo
+        hole, first, num_memo = _Hole(value.key), len(self.pickle), self._num_memo
         self.save(value.form(hole))
         if self._num_memo - num_memo == len(hole.memos):  # all names in it were known: the next is written alike
-            parts = self.parts[first : hole.parts.start], self.parts[hole.parts.stop :]
-            self._templates[value.form] = b"".join(parts[0]), b"".join(parts[1])
+            written = bytes(self.pickle[first:])
+            start, stop = hole.place.start - first, hole.place.stop - first
+            self._templates[value.form] = written[:start], written[stop:]
 
     def _hole(self, value: _Hole) -> None:
-        part, memo = len(self.parts), self._num_memo
+        start, memo = len(self.pickle), self._num_memo
         self._str(value.key)
-        value.parts, value.memos = range(part, len(self.parts)), range(memo, self._num_memo)
+        value.place, value.memos = range(start, len(self.pickle)), range(memo, self._num_memo)
 
     def _other(self, value: object) -> None:
         if self._fetch(value):
@@ -271,3 +265,11 @@ class _Writer:
         else:
             raise TargetError(f"value of type {type(value).__name__} cannot be written to a pickle")
         self._share(value)
+
+
+_SAVERS: Final[Mapping[type, Callable[[_Writer, Any], None]]] = {
+    bool: _Writer._bool, type(None): _Writer._none, int: _Writer._int, float: _Writer._float, str: _Writer._str,
+    bytes: _Writer._bytes, tuple: _Writer._tuple, list: _Writer._list, dict: _Writer._dict, set: _Writer._set,
+    OrderedDict: _Writer._ordered_dict, Global: _Writer._global, Call: _Writer._call, Opaque: _Writer._opaque,
+    Alike: _Writer._alike, _Hole: _Writer._hole,
+}  # fmt: skip

@@ -197,7 +197,7 @@ class _Archive:
         self._text += END.pack(
             END_SIGNATURE, 0, 0, min(count, UINT16), min(count, UINT16), min(size, UINT32), min(start, UINT32), 0
         )
-        return Layout(bytes(self._text), np.array(self._marks), np.array(self._sizes), crcs)
+        return Layout.around(self._text, np.array(self._marks), np.array(self._sizes), crcs)
 
     def _begin(self, name: str, nbytes: int, crc: int) -> struct.Struct:
         """Place a record's header and enter it into the directory; return the form of its descriptor."""
