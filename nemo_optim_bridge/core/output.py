@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from nemo_optim_bridge.core.manifest import IntArray
 
-_BLOCK_BYTES = 64 << 10
+_BLOCK_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
