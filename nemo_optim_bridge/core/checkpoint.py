@@ -13,6 +13,8 @@ from nemo_optim_bridge.core.manifest import Manifest
 MODEL_STATES = frozenset({"weight"})
 MASTER = "fp32_param"
 WEIGHT = "weight"
+#: A float64 counts no further.
+LARGEST_STEP = 2**53
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,3 +37,15 @@ class Checkpoint:
     no_decay: tuple[str, ...] | None = None
     remarks: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+def has_long_int(value: object) -> bool:
+    """Tell whether a number, or one in a list or mapping, is an int of more than 64 bits, as no optimizer has any.
+
+    It would become no float, and receipts with one are not read.
+    """
+    if isinstance(value, Mapping):
+        return any(map(has_long_int, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_long_int, value))
+    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63

@@ -146,4 +146,6 @@ def _same(left: Any, right: Any) -> bool:
     """Tell whether two values are equal, a list and a tuple of equal items being the same."""
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, float) and isinstance(right, float):
+        return left.hex() == right.hex()  # NaN is the same as NaN, and -0.0 another number than 0.0
     return bool(left == right)

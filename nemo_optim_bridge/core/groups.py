@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_optim_bridge.core.checkpoint import LARGEST_STEP, has_long_int
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, ParamGroupError, raise_all
 
 Group = Mapping[str, Any]
@@ -281,14 +282,15 @@ def check_hyperparameter(name: str, value: Any) -> str | None:
     """Return what is wrong with a value, or None."""
 
     def number(x: Any) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 0
+        return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf and not has_long_int(x)
 
     value = scalar(value)
     if name == "betas":
         fine = isinstance(value, list | tuple) and len(value) == 2 and all(number(scalar(b)) and b < 1 for b in value)
         return None if fine else f"betas is {value!r}, not two numbers in [0, 1)"
     if name == "bias_correction":
-        return None if isinstance(value, bool | int) else f"bias_correction is {value!r}, not true or false"
+        fine = isinstance(value, bool | int) and value in (0, 1)
+        return None if fine else f"bias_correction is {value!r}, not true or false"
     return None if number(value) else f"{name} is {value!r}, not a number >= 0"
 
 
@@ -334,7 +336,8 @@ def find_steps(
     """Return every step that is kept anywhere, by where it was found.
 
     Groups keep ``step`` (Apex FusedAdam); a state keeps ``step`` (Apex DistributedFusedAdam, torch per parameter) or
-    ``common_step`` (megatron-core). Raises ContradictionError for a step that is no whole number >= 0.
+    ``common_step`` (megatron-core). Raises ContradictionError for a step that is no whole number from 0 to
+    ``LARGEST_STEP``.
     """
     found: dict[str, int] = {}
     places: list[tuple[str, Any]] = [(f"param_groups[{i}].step", g.get("step")) for i, g in enumerate(groups)]
@@ -346,8 +349,9 @@ def find_steps(
             continue
         number = scalar(value)
         whole = isinstance(number, int | float) and not isinstance(number, bool) and number == number // 1
-        if not whole or number < 0:
-            problems.append(ContradictionError(f"step is {number!r}, not a whole number >= 0", key=place))
+        if not whole or not 0 <= number <= LARGEST_STEP:
+            text = f"step is {number!r}, not a whole number from 0 to 2**53"
+            problems.append(ContradictionError(text, key=place))
         else:
             found[place] = int(number)
     raise_all(problems)

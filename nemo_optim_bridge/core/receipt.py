@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_optim_bridge.core.checkpoint import Checkpoint
+from nemo_optim_bridge.core.checkpoint import Checkpoint, has_long_int
 from nemo_optim_bridge.core.fingerprint import HYPERPARAMETERS, canonical
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.core.survey import Survey
@@ -121,7 +121,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _integer(text: str) -> int:
     value = int(text)
-    if abs(value) >> 63:
+    if has_long_int(value):
         raise ValueError(f"{text[:40]} is no size, count or step")
     return value
 

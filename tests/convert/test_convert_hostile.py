@@ -116,9 +116,13 @@ def two_optimizers(tree: dict[Any, Any]) -> None:
     tree["optimizer_states"] *= 2
 
 
+def groups(tree: dict[Any, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tree["optimizer_states"][0]["optimizer"]["param_groups"]
+    return found
+
+
 def first_group(tree: dict[Any, Any]) -> dict[str, Any]:
-    group: dict[str, Any] = tree["optimizer_states"][0]["optimizer"]["param_groups"][0]
-    return group
+    return groups(tree)[0]
 
 
 HARM: dict[str, tuple[Callable[[Path], Any], type[BridgeError], str]] = {
@@ -153,6 +157,15 @@ HARM: dict[str, tuple[Callable[[Path], Any], type[BridgeError], str]] = {
     "steps disagree": (common(lambda tree: first_group(tree).update(step=9)), ContradictionError, "steps disagree"),
     "rate is no number": (
         common(lambda tree: first_group(tree).update(lr="fast")), BridgeError, "lr is 'fast'"
+    ),
+    "rate is endless": (
+        common(lambda tree: first_group(tree).update(lr=10**400)), ContradictionError, "lr is 1000"
+    ),
+    "step is beyond counting": (
+        common(lambda tree: [group.update(step=2**60) for group in groups(tree)]), ContradictionError, "step is 11529"
+    ),
+    "a number is too long": (
+        common(lambda tree: first_group(tree).update(min_lr=2**63)), ContradictionError, "min_lr has an int"
     ),
     "master missing": (rename(MASTER, []), MissingSourceError, "no fp32 master"),
     "moment missing": (rename(MASTER.replace("fp32_param", "exp_avg"), []), MissingSourceError, "no exp_avg"),

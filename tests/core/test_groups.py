@@ -211,7 +211,13 @@ def test_policies_that_make_no_sense_are_refused(value):
         Policy.parse(value)
 
 
-@pytest.mark.parametrize("field", [{"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": "x"}, {"weight_decay": -0.1}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"lr": float("nan")}, {"lr": 10**400}, {"bias_correction": 2}, {"betas": (0.9, 1.0)}, {"eps": "x"},
+        {"weight_decay": -0.1},
+    ],
+)  # fmt: skip
 def test_saved_values_that_no_adam_can_use_are_refused(field):
     with pytest.raises(ParamGroupError, match=next(iter(field))):
         merge_group({**group(), **field}, group(), Policy())
@@ -238,7 +244,9 @@ def test_steps_that_disagree_are_an_error():
         common_step(find_steps([{"step": 3}, {"step": 4}]))
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, "3", Scalar(float("nan")), Scalar([1, 2], numel=2)])
+@pytest.mark.parametrize(
+    "step", [-1, 1.5, True, "3", 2**53 + 1, 1e300, 10**400, Scalar(float("nan")), Scalar([1, 2], numel=2)]
+)
 def test_steps_that_are_no_whole_numbers_are_an_error(step):
     with pytest.raises(ContradictionError, match="step"):
         find_steps([{"step": step}])

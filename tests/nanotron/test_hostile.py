@@ -452,6 +452,30 @@ DAMAGES: dict[str, tuple[str, Edit, str, tuple[str, ...]]] = {
         CONTRADICTION,
         (OPTIMIZER, QKV, "inf"),
     ),
+    "step is endless": (
+        TP2,
+        in_pt(OPTIMIZER, state(QKV, "step", lambda _: 10**400)),
+        CONTRADICTION,
+        (OPTIMIZER, QKV, "step is an int of more than 64 bits"),
+    ),
+    "step is beyond counting": (
+        TP2,
+        in_pt(OPTIMIZER, state(QKV, "step", lambda _: 2**53 + 2)),
+        CONTRADICTION,
+        (OPTIMIZER, QKV, "step is 9007199254740994"),
+    ),
+    "hyperparameter is endless": (
+        TP2,
+        in_pt(OPTIMIZER, group(weight_decay=10**400)),
+        CONTRADICTION,
+        (OPTIMIZER, "'weight_decay' has an int of more than 64 bits"),
+    ),
+    "hyperparameter of one dialect is too long": (
+        TP2,
+        in_pt(OPTIMIZER, group(theirs=[0.5, (1, 2**63)])),
+        CONTRADICTION,
+        (OPTIMIZER, "'theirs' has an int of more than 64 bits"),
+    ),
     "hyperparameters differ between ranks": (
         TP2,
         in_pt(OPTIMIZER, group(lr=0.5)),

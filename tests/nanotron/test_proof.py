@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,21 @@ def test_diff_finds_the_largest_difference_and_its_place(copy_of: Real, real: Re
     assert code == 1
     assert "2 elements differ, by up to 2 at [41, 9]" in printed
     assert f"{NORM}: step is 9.0 and 3.0" in printed
+
+
+def test_numbers_are_compared_to_the_bit(copy_of: Real, real: Real, tmp_path: Path) -> None:
+    """NaN is what NaN was, and the sign of zero counts."""
+    root, other = copy_of(TP2), real(TP2)
+    for path in (root / "optimizer").glob("optimizer_*.pt"):
+        edit_pt(path, lambda content: content["param_groups"][0].update(weight_decay=0.0, eps=float("nan")))
+    assert ask("diff", root, root)["same"]
+    names = {row["name"] for row in ask("diff", root, other, expect=1)["scalars"]}
+    assert names == {"weight_decay", "eps"}
+    negative = Path(shutil.copytree(root, tmp_path / "negative"))
+    for path in (negative / "optimizer").glob("optimizer_*.pt"):
+        edit_pt(path, lambda content: content["param_groups"][0].update(weight_decay=-0.0, eps=float("nan")))
+    (name,) = {row["name"] for row in ask("diff", root, negative, expect=1)["scalars"]}
+    assert name == "weight_decay"
 
 
 def test_diff_lists_what_only_one_has(real: Real) -> None:

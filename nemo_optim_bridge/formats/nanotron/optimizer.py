@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nemo_optim_bridge.core.checkpoint import MASTER, WEIGHT
+from nemo_optim_bridge.core.checkpoint import LARGEST_STEP, MASTER, WEIGHT, has_long_int
 from nemo_optim_bridge.core.manifest import ITEMSIZE, Identity, IntArray
 from nemo_optim_bridge.core.store import identify
 from nemo_optim_bridge.errors import BridgeError, ContradictionError, CorruptFileError, raise_all, unreadable
@@ -194,8 +194,10 @@ class _Reader:
                 scalar = Scalar(value.dtype, value.shape, data, float(np.frombuffer(data, value.dtype)[0]))
             else:
                 scalar = Scalar(None, (), b"", value)
-            if key == "step" and not (scalar.value >= 0 and float(scalar.value).is_integer()):
-                raise self._contradiction(f"step is {scalar.value}", fqn)
+            if has_long_int(scalar.value):
+                raise self._contradiction(f"{key} is an int of more than 64 bits", fqn)
+            if key == "step" and not (0 <= scalar.value <= LARGEST_STEP and float(scalar.value).is_integer()):
+                raise self._contradiction(f"step is {scalar.value}, not a whole number from 0 to 2**53", fqn)
             self._scalars[known] = scalar
         return scalar
 
@@ -289,6 +291,8 @@ def _groups(groups: Any, names: Mapping[int, str], path: Path) -> dict[str, Mapp
                     f"hyperparameter {key!r} is a {type(value).__name__}, not a plain number", path=path,
                     hint="checkpoints of optimizers with tensor hyperparameters are not supported",
                 )  # fmt: skip
+            if has_long_int(value):
+                raise ContradictionError(f"hyperparameter {key!r} has an int of more than 64 bits", path=path)
         for number in group["params"]:
             fqn = names[number]
             if fqn in by_fqn:
