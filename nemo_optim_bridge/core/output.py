@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +31,18 @@ class _Text:
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from ``start`` to ``stop``."""
-        from isal import isal_zlib
-
         first, last = start // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES)
-        parts = [isal_zlib.decompress(block, bufsize=_BLOCK_BYTES + 1) for block in self.blocks[first:last]]
+        parts = [_inflated(block) for block in self.blocks[first:last]]
         if last > len(self.blocks):
             parts.append(self.rest)
         return b"".join(parts)[start - first * _BLOCK_BYTES : stop - first * _BLOCK_BYTES]
+
+
+@lru_cache(maxsize=2)  # texts are read from their beginning to their end, often much less than a block at a time
+def _inflated(block: bytes) -> bytes:
+    from isal import isal_zlib
+
+    return isal_zlib.decompress(block, bufsize=_BLOCK_BYTES + 1)
 
 
 @dataclass(frozen=True, eq=False)
