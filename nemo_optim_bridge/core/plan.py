@@ -123,7 +123,10 @@ def make_plan(source: Manifest, target: Manifest, *, ranks: Sequence[int] | None
     index = BoxIndex(boxes, sizes)
     raise_all(_contradictions(source.shards, rows, index))
     read, replicas = _choose_primaries(source, rows, index)
-    pieces = _find_pieces(target, wanted, index, boxes, read)
+    sought = _boxes_of(target.shards, target.shards.tensor, wanted, sizes.shape[1])
+    pairs = index.find(sought)
+    del index  # as large as half of the plan
+    pieces = _cut_pieces(target, wanted, sought, boxes, read, pairs)
     raise_all(_uncovered(target.shards, wanted, pieces))
     return _sorted_plan(source, target, pieces, replicas)
 
@@ -264,12 +267,12 @@ class _Pieces:
             setattr(self, name, column[order] if isinstance(order, slice) else column.take(order, axis=0))
 
 
-def _find_pieces(target: Manifest, wanted: IntArray, index: BoxIndex, boxes: Boxes, read: IntArray) -> _Pieces:
-    """Return the pieces of all wanted target shards, whether they cover them or not."""
-    table = target.shards
-    max_ndim = boxes.offsets.shape[1]
-    sought = _boxes_of(table, table.tensor, wanted, max_ndim)
-    query, found = index.find(sought)
+def _cut_pieces(
+    target: Manifest, wanted: IntArray, sought: Boxes, boxes: Boxes, read: IntArray, pairs: tuple[IntArray, IntArray]
+) -> _Pieces:  # fmt: skip
+    """Return what overlaps of the pairs (wanted box, source box), whether that covers the wanted ones or not."""
+    table, max_ndim = target.shards, boxes.offsets.shape[1]
+    query, found = pairs
     capacity = target.buffers.capacity()
     base = np.cumsum(capacity) - capacity
     stride = _padded(table.stride.take(wanted, axis=0), max_ndim, 0)
