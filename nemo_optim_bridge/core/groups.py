@@ -22,14 +22,17 @@ HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 #: Fields that go with ``lr``: whoever decides the rate decides its schedule's ends as well.
 LR_FIELDS = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 
+#: Spellings of the factors that a group applies to the run's weight decay and learning rate.
+WD_MULTIPLIERS = ("wd_mult", "pre_wd_mult", "pre_mult_wd")
+LR_MULTIPLIERS = ("lr_mult", "pre_lr_mult", "pre_mult_lr")
+
 #: Fields that never pass from one optimizer to another: membership and progress live elsewhere.
 _OWN_FIELDS = frozenset({"params", "param_names", "step", "is_expert", "is_expert_parallel"})
 
 #: Fields that say how a group is stepped, not which group it is (torch's own, Apex's, and schedulers').
-_NOT_MARKERS = _OWN_FIELDS | LR_FIELDS | frozenset(HYPERPARAMETERS) | frozenset(
+_NOT_MARKERS = _OWN_FIELDS | LR_FIELDS | frozenset((*HYPERPARAMETERS, *WD_MULTIPLIERS, *LR_MULTIPLIERS)) | frozenset(
     {
-        "wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "pre_mult_wd", "pre_mult_lr", "momentum", "dampening",
-        "nesterov", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+        "momentum", "dampening", "nesterov", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
         "decoupled_weight_decay", "default_config", "swap_epoch", "start_wd", "end_wd",
     }
 )  # fmt: skip
@@ -65,22 +68,45 @@ def identify(group: Group) -> GroupIdentity:
     """Return a group's identity.
 
     megatron-core keeps the base weight decay in every group until its scheduler runs, so a ``wd_mult`` decides
-    there; elsewhere ``weight_decay`` itself does.
+    there; elsewhere ``weight_decay`` itself does. Raises ParamGroupError for a multiplier that is no number >= 0, and
+    for an ``is_expert`` that is neither true nor false.
     """
-    decay = _first(group, "wd_mult", "pre_wd_mult", "pre_mult_wd", "weight_decay")
+    lr_mult = number_of(group, *LR_MULTIPLIERS)
     markers = {
         name: scalar(value) for name, value in group.items() if isinstance(name, str) and name not in _NOT_MARKERS
     }
     return GroupIdentity(
-        decays=bool(scalar(decay or 0)),
-        expert=bool(_first(group, "is_expert", "is_expert_parallel")),
-        lr_mult=float(scalar(_first(group, "lr_mult", "pre_lr_mult", "pre_mult_lr") or 1.0)),
+        decays=bool(number_of(group, *WD_MULTIPLIERS, "weight_decay")),
+        expert=_is_expert(group),
+        lr_mult=1.0 if lr_mult is None else lr_mult,
         markers=tuple(sorted((k, v) for k, v in markers.items() if isinstance(v, bool | int | float | str) and v)),
     )
 
 
-def _first(group: Group, *names: str) -> Any:
-    return next((group[name] for name in names if group.get(name) is not None), None)
+def number_of(group: Group, *names: str) -> float | None:
+    """Return the first of some fields that is set; raises ParamGroupError when that is no number >= 0."""
+    for name in names:
+        value = scalar(group.get(name))
+        if _is_number(value):
+            return float(value)
+        if value is not None:
+            raise ParamGroupError(f"{name} of a param group is {value!r:.80}, not a number >= 0")
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf and not has_long_int(value)
+
+
+def _is_expert(group: Group) -> bool:
+    for name in ("is_expert", "is_expert_parallel"):
+        value = scalar(group.get(name))
+        if isinstance(value, bool | int) and value in (0, 1):
+            return bool(value)
+        if value is not None:
+            raise ParamGroupError(f"{name} of a param group is {value!r:.80}, not true or false")
+    return False
 
 
 def describe(group: Group) -> str:
@@ -280,18 +306,29 @@ class Policy:
 
 def check_hyperparameter(name: str, value: Any) -> str | None:
     """Return what is wrong with a value, or None."""
-
-    def number(x: Any) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf and not has_long_int(x)
-
     value = scalar(value)
     if name == "betas":
-        fine = isinstance(value, list | tuple) and len(value) == 2 and all(number(scalar(b)) and b < 1 for b in value)
-        return None if fine else f"betas is {value!r}, not two numbers in [0, 1)"
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        fine = is_pair and all(_is_number(scalar(beta)) and beta < 1 for beta in value)
+        return None if fine else f"betas is {value!r:.80}, not two numbers in [0, 1)"
     if name == "bias_correction":
         fine = isinstance(value, bool | int) and value in (0, 1)
-        return None if fine else f"bias_correction is {value!r}, not true or false"
-    return None if number(value) else f"{name} is {value!r}, not a number >= 0"
+        return None if fine else f"bias_correction is {value!r:.80}, not true or false"
+    return None if _is_number(value) else f"{name} is {value!r:.80}, not a number >= 0"
+
+
+def group_problems(group: Group) -> Iterator[str]:
+    """Yield what is wrong with a saved group's values: with one of these it can be neither used nor carried."""
+    for name, value in group.items():
+        if name in HYPERPARAMETERS:
+            if problem := check_hyperparameter(name, value):
+                yield problem
+        elif has_long_int(value):
+            yield f"{name} has an int of more than 64 bits"
+    try:
+        identify({name: value for name, value in group.items() if name != "weight_decay"})
+    except ParamGroupError as error:
+        yield error.problem
 
 
 def merge_group(saved: Group | None, current: Group, policy: Policy) -> dict[str, Any]:
@@ -350,7 +387,7 @@ def find_steps(
         number = scalar(value)
         whole = isinstance(number, int | float) and not isinstance(number, bool) and number == number // 1
         if not whole or not 0 <= number <= LARGEST_STEP:
-            text = f"step is {number!r}, not a whole number from 0 to 2**53"
+            text = f"step is {number!r:.80}, not a whole number from 0 to 2**53"
             problems.append(ContradictionError(text, key=place))
         else:
             found[place] = int(number)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_optim_bridge.core.groups import (
+    WD_MULTIPLIERS,
     Group,
     Policy,
     both_sides,
@@ -19,7 +20,7 @@ from nemo_optim_bridge.core.groups import (
     identify,
     match_groups,
     merge_group,
-    scalar,
+    number_of,
 )
 from nemo_optim_bridge.errors import ParamGroupError
 
@@ -53,13 +54,13 @@ def effective_weight_decay(group: Group, siblings: Sequence[Group]) -> float:
     afterwards. With a multiplier other than 0 and 1 a sibling with multiplier 1 tells which it is. Raises
     ParamGroupError when none does.
     """
-    decay = float(scalar(group.get("weight_decay", 0.0)))
-    multiplier = _multiplier(group)
+    decay = number_of(group, "weight_decay") or 0.0
+    multiplier = number_of(group, *WD_MULTIPLIERS)
     if multiplier in (None, 1.0) or not decay:
         return decay
     if not multiplier:
         return 0.0
-    for base in (float(scalar(g.get("weight_decay", 0.0))) for g in siblings if _multiplier(g) == 1.0):
+    for base in (number_of(g, "weight_decay") or 0.0 for g in siblings if number_of(g, *WD_MULTIPLIERS) == 1.0):
         if decay == base:
             return decay * multiplier
         if math.isclose(decay, base * multiplier, rel_tol=1e-12):
@@ -68,11 +69,6 @@ def effective_weight_decay(group: Group, siblings: Sequence[Group]) -> float:
         f"whether weight_decay {decay:g} contains wd_mult {multiplier:g} cannot be told: {describe(group)}",
         hint="save the checkpoint once after the scheduler has run, with a group of wd_mult 1 beside it",
     )
-
-
-def _multiplier(group: Group) -> float | None:
-    names = ("wd_mult", "pre_wd_mult", "pre_mult_wd")
-    return next((float(scalar(group[name])) for name in names if group.get(name) is not None), None)
 
 
 def has_expert_groups(groups: Sequence[Group]) -> bool:

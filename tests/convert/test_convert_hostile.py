@@ -164,6 +164,9 @@ HARM: dict[str, tuple[Callable[[Path], Any], type[BridgeError], str]] = {
     "step is beyond counting": (
         common(lambda tree: [group.update(step=2**60) for group in groups(tree)]), ContradictionError, "step is 11529"
     ),
+    "multiplier is a list": (
+        common(lambda tree: first_group(tree).update(pre_wd_mult=[1.0])), ContradictionError, "group 0: pre_wd_mult of"
+    ),
     "a number is too long": (
         common(lambda tree: first_group(tree).update(min_lr=2**63)), ContradictionError, "min_lr has an int"
     ),

@@ -223,6 +223,26 @@ def test_saved_values_that_no_adam_can_use_are_refused(field):
         merge_group({**group(), **field}, group(), Policy())
 
 
+@pytest.mark.parametrize("name", ["wd_mult", "pre_wd_mult", "lr_mult", "pre_mult_lr"])
+@pytest.mark.parametrize("value", ["1", [1.0], {}, float("nan"), -1.0, 10**400, True])
+def test_multipliers_that_are_no_numbers_are_refused(name, value):
+    with pytest.raises(ParamGroupError, match=f"{name} of a param group is"):
+        identify({**group(), name: value})
+
+
+@pytest.mark.parametrize("value", ["no", [False], 2, 0.0, float("nan")])
+def test_an_expert_flag_that_is_no_flag_is_refused(value):
+    with pytest.raises(ParamGroupError, match="is_expert of a param group is"):
+        identify({**group(), "is_expert": value})
+
+
+def test_a_learning_rate_of_nothing_is_not_the_whole():
+    assert identify({**group(), "lr_mult": 0.0}).lr_mult == 0.0
+    assert identify({**group(), "lr_mult": None, "pre_lr_mult": Scalar(0.5)}).lr_mult == 0.5
+    assert identify({**group(), "lr_mult": None}).lr_mult == 1.0
+    assert not identify({**group(), "wd_mult": 0.0, "weight_decay": 0.1}).decays
+
+
 # ------------------------------------------------------------------------------------------------------------ steps
 
 

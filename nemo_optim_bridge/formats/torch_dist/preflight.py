@@ -13,9 +13,9 @@ from nemo_optim_bridge.core.groups import (
     HYPERPARAMETERS,
     GroupIdentity,
     Policy,
-    check_hyperparameter,
     common_step,
     find_steps,
+    group_problems,
     identify,
     is_full_group,
     match_groups,
@@ -221,8 +221,7 @@ def _group_problems(groups: Sequence[Mapping[str, Any]]) -> list[str]:
         if not is_full_group(group):
             problems.append(f"saved group {number} has no hyperparameters")
         else:
-            found = (check_hyperparameter(name, group[name]) for name in HYPERPARAMETERS if name in group)
-            problems += [f"saved group {number}: {problem}" for problem in found if problem]
+            problems += [f"saved group {number}: {problem}" for problem in group_problems(group)]
     if problems:
         return problems
     target: dict[GroupIdentity, Mapping[str, Any]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nemo_optim_bridge.core.groups import both_sides, identify, scalar
+from nemo_optim_bridge.core.groups import LR_MULTIPLIERS, WD_MULTIPLIERS, both_sides, identify, scalar
 from nemo_optim_bridge.core.regroup import Members, effective_weight_decay, has_expert_groups, regroup
 from nemo_optim_bridge.errors import ParamGroupError, TargetError
 from nemo_optim_bridge.formats.torch_dist.saved import (
@@ -18,8 +18,6 @@ from nemo_optim_bridge.formats.torch_dist.saved import (
     SavedOptimizer,
 )
 
-#: megatron-core's spellings of the fields that tell its groups apart; NeMo puts ``pre_`` before some.
-_MULTIPLIERS: Final = ("wd_mult", "pre_wd_mult", "pre_mult_wd", "lr_mult", "pre_lr_mult", "pre_mult_lr")
 #: Lists of an lr scheduler that have one entry a group.
 _PER_GROUP: Final = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "_initial_lrs")
 
@@ -91,7 +89,7 @@ def _neutral(group: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]]) ->
     kept = {
         name: value
         for name, value in group.items()
-        if name not in _MULTIPLIERS and name not in ("is_expert", "is_expert_parallel", "is_decoupled_lr")
+        if name not in (*WD_MULTIPLIERS, *LR_MULTIPLIERS, "is_expert", "is_expert_parallel", "is_decoupled_lr")
     }
     kept["weight_decay"] = effective_weight_decay(group, siblings)
     kept["is_expert"] = identity.expert

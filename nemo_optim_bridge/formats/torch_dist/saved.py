@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nemo_optim_bridge.core.checkpoint import has_long_int
 from nemo_optim_bridge.core.groups import (
-    HYPERPARAMETERS,
-    check_hyperparameter,
     common_step,
     find_steps,
+    group_problems,
     is_full_group,
     without_params,
 )
@@ -211,9 +209,5 @@ def _group_problems(groups: list[dict[str, Any]], path: str) -> Iterable[BridgeE
         if not is_full_group(group):
             yield MissingSourceError(f"param group {number} has no hyperparameters", path=path)
             continue
-        for name in HYPERPARAMETERS:
-            if name in group and (problem := check_hyperparameter(name, group[name])):
-                yield ContradictionError(f"param group {number}: {problem}", path=path)
-        for name, value in group.items():
-            if name not in HYPERPARAMETERS and has_long_int(value):
-                yield ContradictionError(f"param group {number}: {name} has an int of more than 64 bits", path=path)
+        for problem in group_problems(group):
+            yield ContradictionError(f"param group {number}: {problem}", path=path)
