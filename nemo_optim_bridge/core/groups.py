@@ -77,7 +77,7 @@ def identify(group: Group) -> GroupIdentity:
     }
     return GroupIdentity(
         decays=bool(number_of(group, *WD_MULTIPLIERS, "weight_decay")),
-        expert=_is_expert(group),
+        expert=flag_of(group, "is_expert", "is_expert_parallel"),
         lr_mult=1.0 if lr_mult is None else lr_mult,
         markers=tuple(sorted((k, v) for k, v in markers.items() if isinstance(v, bool | int | float | str) and v)),
     )
@@ -99,8 +99,9 @@ def _is_number(value: Any) -> bool:
     return is_number and 0 <= value < math.inf and not has_long_int(value)
 
 
-def _is_expert(group: Group) -> bool:
-    for name in ("is_expert", "is_expert_parallel"):
+def flag_of(group: Group, *names: str) -> bool:
+    """Return the first of some flags that is set, False without any; raises ParamGroupError when that is no flag."""
+    for name in names:
         value = scalar(group.get(name))
         if isinstance(value, bool | int) and value in (0, 1):
             return bool(value)
@@ -319,6 +320,9 @@ def check_hyperparameter(name: str, value: Any) -> str | None:
 
 def group_problems(group: Group) -> Iterator[str]:
     """Yield what is wrong with a saved group's values: with one of these it can be neither used nor carried."""
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        if name not in group:
+            yield f"has no {name}"
     for name, value in group.items():
         if name in HYPERPARAMETERS:
             if problem := check_hyperparameter(name, value):
@@ -327,6 +331,7 @@ def group_problems(group: Group) -> Iterator[str]:
             yield f"{name} has an int of more than 64 bits"
     try:
         identify({name: value for name, value in group.items() if name != "weight_decay"})
+        flag_of(group, "is_decoupled_lr")
     except ParamGroupError as error:
         yield error.problem
 

@@ -167,6 +167,17 @@ HARM: dict[str, tuple[Callable[[Path], Any], type[BridgeError], str]] = {
     "multiplier is a list": (
         common(lambda tree: first_group(tree).update(pre_wd_mult=[1.0])), ContradictionError, "group 0: pre_wd_mult of"
     ),
+    "flag is a list": (
+        common(lambda tree: first_group(tree).update(is_decoupled_lr=[True])), ContradictionError, "is_decoupled_lr of"
+    ),
+    "no weight decay": (
+        common(lambda tree: first_group(tree).pop("weight_decay")), ContradictionError, "group 0: has no weight_decay"
+    ),
+    "sharding is a mapping": (
+        common(lambda tree: tree["optimizer_states"][0].update(param_state_sharding_type={"a": 1})),
+        UnknownFormatError,
+        "saved it as {'a': 1}, which is not known",
+    ),
     "a number is too long": (
         common(lambda tree: first_group(tree).update(min_lr=2**63)), ContradictionError, "min_lr has an int"
     ),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from nemo_optim_bridge.core.groups import LR_MULTIPLIERS, WD_MULTIPLIERS, both_sides, identify, scalar
+from nemo_optim_bridge.core.groups import LR_MULTIPLIERS, WD_MULTIPLIERS, both_sides, flag_of, identify, scalar
 from nemo_optim_bridge.core.regroup import Members, effective_weight_decay, has_expert_groups, regroup
 from nemo_optim_bridge.errors import ParamGroupError, TargetError
 from nemo_optim_bridge.formats.torch_dist.saved import (
@@ -95,7 +95,7 @@ def _neutral(group: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]]) ->
     kept["is_expert"] = identity.expert
     if identity.lr_mult != 1.0:
         kept["lr_mult"] = identity.lr_mult
-    if group.get("is_decoupled_lr"):
+    if flag_of(group, "is_decoupled_lr"):
         kept["is_decoupled_lr"] = True
     return kept
 

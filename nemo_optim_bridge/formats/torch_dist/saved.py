@@ -160,9 +160,10 @@ def _check_sharding(common: Mapping[Any, Any], states: Iterable[Any], keys: list
         found.append("dp_reshardable")
     for kind in filter(None, found):
         if kind != FULLY_RESHARDABLE:
-            known = kind in _REFUSED
+            known = isinstance(kind, str) and kind in _REFUSED
+            told = f"{kind!r:.80}{'' if known else ', which is not known'}"
             raise UnknownFormatError(
-                f"megatron-core's DistributedOptimizer saved it as {kind!r}{'' if known else ', which is not known'}",
+                f"megatron-core's DistributedOptimizer saved it as {told}",
                 path=path, hint=_REFUSED.get(str(kind), "convert with a newer version of this package"),
             )  # fmt: skip
 
